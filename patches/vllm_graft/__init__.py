@@ -1,0 +1,19 @@
+"""Guarded fixes for vLLM, loaded by vLLM itself as a general plugin.
+
+vLLM logs and ignores an error raised while it imports a plugin, so nothing that can fail is imported here; an error
+raised by `register()` ends the process.
+"""
+
+__version__ = "0.1.0"
+
+
+def register() -> None:
+    """Apply the fixes that this process needs; called by vLLM in each of its processes, any number of times.
+
+    Raises:
+        vllm_graft.engine.GraftError: a setting is wrong, or a required fix is not applied.
+
+    """
+    from vllm_graft.engine import register_fixes
+
+    register_fixes()
