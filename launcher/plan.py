@@ -1,0 +1,110 @@
+"""The plan: every vLLM flag with its value and its reason, the fixes it needs, and the problems found.
+
+`make` is pure: the same profile, model, pins and facts give the same plan. Everything that is rendered or started is
+read from the plan, so that `graft explain` and the running service cannot differ.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from launcher.problems import Problem
+
+Runtime = Literal["docker", "host"]
+GpuMode = Literal["nvidia", "cdi", "none"]
+"""How a container gets its GPUs: Compose's nvidia driver, CDI device names, or no GPU at all."""
+ProcessRole = Literal["api-server", "engine-core", "worker"]
+
+
+class PlanPart(BaseModel):
+    """Base of the plan's values."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Flag(PlanPart):
+    """One argument of `vllm serve`."""
+
+    name: str
+    """With its dashes, such as `--max-num-seqs`."""
+    value: str | None
+    """None for a flag without a value."""
+    reason: str
+    source: str
+    """Where the value comes from, such as `profiles/rtx4090.yaml: serve.max_num_seqs`."""
+
+
+class EnvironmentVariable(PlanPart):
+    """One environment variable of the server; never a secret."""
+
+    name: str
+    value: str
+    reason: str
+
+
+class SelectedGpu(PlanPart):
+    """A GPU that the service gets; None where the plan is made for a machine without it."""
+
+    uuid: str
+    name: str | None
+    compute_capability: tuple[int, int] | None
+    total_mib: int | None
+
+
+class Image(PlanPart):
+    """The image that the service runs, built from a pinned base."""
+
+    base: str
+    """Reference of the base image, with its digest where one was resolved."""
+    vllm: str
+    cuda: str | None
+    min_driver: str | None
+    python: str
+
+
+class Plan(PlanPart):
+    """All decisions of one start."""
+
+    profile: str
+    model: str
+    model_repo: str
+    model_revision: str | None
+    served_name: str
+    runtime: Runtime
+    gpu_mode: GpuMode
+    gpus: tuple[SelectedGpu, ...]
+    vllm: str
+    image: Image | None
+    """None for the host runtime."""
+    host: str
+    port: int
+    max_model_len: int | None
+    """Planned context in tokens; None where the geometry is not known yet and vLLM decides."""
+    tensor_parallel_size: int
+    flags: tuple[Flag, ...]
+    """In order, without the model's path, --host and --port: those belong to the runtime."""
+    environment: tuple[EnvironmentVariable, ...]
+    required_fixes: tuple[str, ...]
+    disabled_fixes: tuple[str, ...]
+    processes: tuple[ProcessRole, ...]
+    """The processes that must report, one entry each; workers of tensor parallelism are listed once per rank."""
+    facts: dict[str, Any]
+    """What `vllm_graft` is told: the content of facts.json, run id included."""
+    fit: dict[str, Any] | None
+    """The memory plan (`launcher.fit`), as JSON."""
+    problems: tuple[Problem, ...]
+
+    @property
+    def refusals(self) -> tuple[Problem, ...]:
+        return tuple(problem for problem in self.problems if problem.severity == "refuse")
+
+    @property
+    def run_id(self) -> str:
+        """Digest of the plan that every fix report carries."""
+        return str(self.facts["run_id"])
+
+    def argv(self) -> tuple[str, ...]:
+        """Return the flags as arguments of `vllm serve`, without model path, --host and --port."""
+        return tuple(
+            part for flag in self.flags for part in ((flag.name,) if flag.value is None else (flag.name, flag.value))
+        )
