@@ -77,7 +77,8 @@ class Serve(Values):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = 1
     max_model_len: Annotated[int, Field(ge=256)] | Literal["auto"] = "auto"
     """Context in tokens; `auto`: the longest advisable one that the memory model finds."""
-    max_num_seqs: Annotated[int, Field(ge=1, le=256)] = 2
+    max_num_seqs: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = "auto"
+    """Requests served at once; `auto`: as many as hold the whole context, 1 to 8."""
     max_num_batched_tokens: Annotated[int, Field(ge=256)]
     kv_cache_dtype: KvCacheDtype = "auto"
     prefix_caching: bool = True
@@ -103,6 +104,8 @@ class Profile(Values):
     serve: Serve
     source: str = Field(default="", exclude=True)
     """The file that it was read from."""
+    origins: dict[str, str] = Field(default_factory=dict, exclude=True)
+    """The file that each dotted key comes from, where the profile extends another."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Profile":
@@ -116,6 +119,10 @@ class Profile(Values):
                 "write the same number in both"
             )
         return self
+
+    def source_of(self, key: str) -> str:
+        """Return where the value of a dotted key comes from: `FILE: KEY`, or that it is the default."""
+        return f"{self.origins[key]}: {key}" if key in self.origins else f"{self.source}: {key} (default)"
 
 
 class ModelFile(Values):
@@ -166,12 +173,9 @@ class Model(Values):
     quantization: str
     """What the checkpoint is, for people: vLLM detects it from the files."""
     served_name: str
-    architecture: str
     multimodal: bool = False
-    mtp_layers: Annotated[int, Field(ge=0)] = 0
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
-    max_position_embeddings: Annotated[int, Field(gt=0)] | None = None
     min_compute_capability: ComputeCapability | None = None
     geometry: Geometry | None = None
     """None: unknown until the checkpoint's config.json is there."""
@@ -216,9 +220,14 @@ def load_profile(name: str, user: Path | None = None) -> Profile:
         UsageError: no such profile, or a file that is wrong; the message names the file and the key.
     """
     files = profile_files(user)
-    document = _merged(_path_of(name, files, "profile", "PROFILE"), files, ())
-    path = files[name]
-    return _validated(Profile, {**document, "name": name}, path)
+    path = _path_of(name, files, "profile", "PROFILE")
+    layers = _layers(path, files)
+    document: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for layer_path, layer in reversed(layers):
+        document = _overlaid(document, layer)
+        origins.update({key: display_path(layer_path) for key in _leaf_keys(layer)})
+    return _validated(Profile, {**document, "name": name, "origins": origins}, path)
 
 
 def load_model(name: str, user: Path | None = None) -> Model:
@@ -234,7 +243,7 @@ def load_model(name: str, user: Path | None = None) -> Model:
 def json_schema(kind: Literal["profile", "model"]) -> dict[str, Any]:
     """Return the JSON Schema of a profile or model file, for editors; `name` comes from the file's name."""
     schema = (Profile if kind == "profile" else Model).model_json_schema()
-    for own in ("name", "source"):
+    for own in ("name", "source", "origins"):
         schema["properties"].pop(own, None)
     schema["required"] = [key for key in schema.get("required", ()) if key != "name"]
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -275,19 +284,31 @@ def _mapping(path: Path) -> dict[str, Any]:
     return document
 
 
-def _merged(path: Path, files: Mapping[str, Path], below: tuple[Path, ...]) -> dict[str, Any]:
-    document = _mapping(path)
-    base_name = document.pop("extends", None)
-    if base_name is None:
-        return document
-    # A user's profile may carry the name of the shipped one that it extends.
-    candidates = {**files, **({path.stem: SHIPPED / f"{path.stem}.yaml"} if base_name == path.stem else {})}
-    base = candidates.get(base_name) if isinstance(base_name, str) else None
-    if base is None or not base.is_file():
-        raise UsageError(f"{display_path(path)}: extends: no such profile: {base_name}; there are {', '.join(files)}")
-    if base == path or base in below:
-        raise UsageError(f"{display_path(path)}: extends: {base_name} leads back to this file; remove one of the two")
-    return _overlaid(_merged(base, files, (*below, path)), document)
+def _layers(path: Path, files: Mapping[str, Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the profile's file and the files that it extends, nearest first."""
+    layers: list[tuple[Path, dict[str, Any]]] = []
+    while True:
+        document = _mapping(path)
+        base_name = document.pop("extends", None)
+        layers.append((path, document))
+        if base_name is None:
+            return layers
+        # A user's profile may carry the name of the shipped one that it extends.
+        shipped = SHIPPED / f"{base_name}.yaml"
+        base = shipped if base_name == path.stem and shipped != path else files.get(base_name)
+        if base is None or not base.is_file():
+            there = ", ".join(files)
+            raise UsageError(f"{display_path(path)}: extends: no such profile: {base_name}; there are {there}")
+        if any(base == seen for seen, _ in layers):
+            raise UsageError(f"{display_path(path)}: extends: {base_name} leads back here; remove one of the two")
+        path = base
+
+
+def _leaf_keys(document: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for key, value in document.items():
+        keys += [f"{prefix}{key}", *(_leaf_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else ())]
+    return keys
 
 
 def _overlaid(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
