@@ -1,0 +1,75 @@
+# Verbs only: each target is one call. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+GRAFT := $(VENV)/bin/graft
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
+
+.DEFAULT_GOAL := help
+.PHONY: help up down logs status ask render plan explain profiles models fixes doctor install install-dev check test clean
+
+help: ## List the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+up: install ## Start the service and ask it a question (PROFILE=rtx4090 MODEL=... ARGS=...)
+	@$(GRAFT) up $(OPTIONS) $(ARGS)
+
+down: install ## Stop the service
+	@$(GRAFT) down $(OPTIONS) $(ARGS)
+
+logs: install ## Show the service's log (ARGS=--follow)
+	@$(GRAFT) logs $(OPTIONS) $(ARGS)
+
+status: install ## Say what runs, and whether it is healthy
+	@$(GRAFT) status $(OPTIONS) $(ARGS)
+
+ask: install ## Ask the running model: make ask Q="What is the capital of France?"
+	@$(GRAFT) ask $(OPTIONS) $(ARGS) -- "$$Q"
+
+render: install ## Write the compose file and all that goes with it, start nothing
+	@$(GRAFT) render $(OPTIONS) $(ARGS)
+
+plan: install ## Say what fits: memory, context, flags, problems
+	@$(GRAFT) plan $(OPTIONS) $(ARGS)
+
+explain: install ## Every vLLM flag with its value, reason and source
+	@$(GRAFT) explain $(OPTIONS) $(ARGS)
+
+profiles: install ## List the profiles, and which of them this machine can run
+	@$(GRAFT) profiles $(ARGS)
+
+models: install ## List the models, and what context each has on which card
+	@$(GRAFT) models $(ARGS)
+
+fixes: install ## List the fixes for vLLM
+	@$(GRAFT) fixes $(ARGS)
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: requirements/launcher.txt pyproject.toml patches/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "graft: $(PYTHON) is %d.%d; Python 3.11 or newer is needed (make PYTHON=python3.12 ...)" % sys.version_info[:2])'
+	@echo "graft: installing the launcher into $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { echo "graft: no venv module; on Debian and Ubuntu: sudo apt-get install python3-venv" >&2; exit 2; }
+	@$(PIP) install --quiet --require-hashes -r requirements/launcher.txt
+	@$(PIP) install --quiet --no-deps --editable . --editable patches
+	@touch $@
+
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
+	@$(PIP) install --quiet --require-hashes -r requirements/dev.txt
+	@touch $@
+
+check: install-dev ## Lint, types and the fast tests
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest tests/launcher
+
+test: check ## All tests that this machine can run; the others skip by name
+	$(GRAFT) engine install engine
+	$(GRAFT) engine install vllm-0.33
+	$(VENV)/bin/python -m pytest tests/patches tests/engine tests/compose
+
+clean: ## Remove the environments and caches; services' state in .graft stays
+	rm -rf .venv .venv-engine .venv-vllm-0.33 .mypy_cache .ruff_cache .pytest_cache .hypothesis
