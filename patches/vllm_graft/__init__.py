@@ -11,9 +11,9 @@ def register() -> None:
     """Apply the fixes that this process needs; called by vLLM in each of its processes, any number of times.
 
     Raises:
-        vllm_graft.engine.GraftError: a setting is wrong, or a required fix is not applied.
+        vllm_graft.facts.GraftError: a setting is wrong, or a required fix is not applied.
 
     """
-    from vllm_graft.engine import register_fixes
+    from vllm_graft.plugin import PLUGIN
 
-    register_fixes()
+    PLUGIN.register()

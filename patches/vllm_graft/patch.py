@@ -111,8 +111,8 @@ class Outcome(StrEnum):
 class Target:
     """The object that a fix takes the place of, as `module:attribute.path`.
 
-    `also` are further places that hold the same object by value.  `reads` are further objects (or whole modules, without
-    a colon) whose source the replacement relies on: a change in any of them changes the fingerprint.
+    `also` are further places that hold the same object by value.  `reads` are further objects (or whole modules,
+    without a colon) whose source the replacement relies on: a change in any of them changes the fingerprint.
     """
 
     path: str
@@ -170,8 +170,8 @@ class Extension:
 class Patch:
     """One fix: what it is for, where it belongs, what it replaces and how that is proven.
 
-    `affects` is a version specifier with an upper bound; `fingerprints` maps a public vLLM version to the fingerprint of
-    the target there.  `reached` returns the object that vLLM's own caller gets, found the way that caller finds it.
+    `affects` is a version specifier with an upper bound; `fingerprints` maps a public vLLM version to the fingerprint
+    of the target there.  `reached` returns the object that vLLM's own caller gets, found the way that caller finds it.
     """
 
     id: str
@@ -221,7 +221,7 @@ def _version_problems(patch: Patch) -> list[str]:
         return [f"affects: got {patch.affects!r}; write a version specifier such as '>=0.32.0,<=0.33.0'"]
     problems = []
     if not any(part.operator in ("<", "<=", "==", "===", "~=") for part in affects):
-        problems.append(f"affects: {patch.affects!r} has no upper bound; a fix must not outlive the code it was read for")
+        problems.append(f"affects: {patch.affects!r} has no upper bound; a fix must not outlive the code it is for")
     for version, fingerprint in patch.fingerprints.items():
         if version not in affects:
             problems.append(f"fingerprints: {version} is outside of affects {patch.affects!r}")
