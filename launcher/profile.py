@@ -173,7 +173,6 @@ class Model(Values):
     quantization: str
     """What the checkpoint is, for people: vLLM detects it from the files."""
     served_name: str
-    multimodal: bool = False
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     min_compute_capability: ComputeCapability | None = None
