@@ -12,6 +12,7 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from launcher.errors import UsageError
+from launcher.fit.budget import capture_sizes
 from launcher.plan import EnvironmentVariable, Flag
 from launcher.profile import Model, Profile, Speculation
 
@@ -75,17 +76,6 @@ def switch_off(option: str, vllm: str) -> str:
     if Version(vllm) >= Version("0.33") and option.startswith("enable-"):
         return f"--disable-{option.removeprefix('enable-')}"
     return f"--no-{option}"
-
-
-def capture_sizes(max_num_seqs: int, speculation: Speculation | None) -> tuple[int, ...]:
-    """Return the batch sizes, in tokens, that CUDA graphs are captured for.
-
-    Decode steps hold one token a request, verify steps one more than the speculative tokens; other sizes never occur
-    without a prefill, and each captured size costs memory.
-    """
-    decode = set(range(1, max_num_seqs + 1))
-    step = speculation.num_speculative_tokens + 1 if speculation else 1
-    return tuple(sorted(decode | {requests * step for requests in decode}))
 
 
 def refuse_owned(profile: Profile) -> None:
@@ -237,12 +227,13 @@ def _execution(profile: Profile, model: Model, decisions: Decisions) -> Iterator
             source="plan: CPU",
         )
         return
-    sizes = capture_sizes(decisions.max_num_seqs, decisions.speculation)
+    tokens = decisions.speculation.num_speculative_tokens if decisions.speculation else 0
+    sizes = capture_sizes(decisions.max_num_seqs, tokens)
     yield Flag(
         name="--compilation-config",
         value=_json({"cudagraph_mode": decisions.cudagraph_mode, "cudagraph_capture_sizes": sizes}),
-        reason=f"{decisions.cudagraph_reason}; sizes: the tokens of one decode or verify step of 1 to "
-        f"{decisions.max_num_seqs} request(s)",
+        reason=f"{decisions.cudagraph_reason}; sizes: what {decisions.max_num_seqs} request(s) can need, as the memory "
+        "plan counted them",
         source="plan: CUDA graphs",
     )
     yield Flag(

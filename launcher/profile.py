@@ -49,6 +49,8 @@ class GpuSetup(Values):
 
     count: Annotated[int, Field(ge=1, le=8)] = 1
     compute_capability: ComputeCapability
+    card: str
+    """A card's name or size, such as `rtx4090` or `24GiB`: what to plan with on a machine that has none."""
     min_memory_mib: Annotated[int, Field(gt=0)]
     """Smallest total memory of each GPU, as NVML reports it."""
     max_memory_mib: Annotated[int, Field(gt=0)]
@@ -292,9 +294,9 @@ def _layers(path: Path, files: Mapping[str, Path]) -> list[tuple[Path, dict[str,
         layers.append((path, document))
         if base_name is None:
             return layers
-        # A user's profile may carry the name of the shipped one that it extends.
+        # A user's profile may carry the name of the shipped one that it extends; shipped ones build on shipped ones.
         shipped = SHIPPED / f"{base_name}.yaml"
-        base = shipped if base_name == path.stem and shipped != path else files.get(base_name)
+        base = shipped if path.parent == SHIPPED or base_name == path.stem else files.get(base_name)
         if base is None or not base.is_file():
             there = ", ".join(files)
             raise UsageError(f"{display_path(path)}: extends: no such profile: {base_name}; there are {there}")
