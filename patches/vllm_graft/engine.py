@@ -53,8 +53,8 @@ class UndoError(RuntimeError):
     """A fix cannot be taken out again, because something else has been put on top of it."""
 
 
-class _Stop(Exception):
-    """Ends an attempt with an outcome other than applied."""
+class Unresolved(Exception):
+    """A target cannot be replaced; carries the outcome that this means."""
 
     def __init__(self, outcome: Outcome, reason: str, found: str | None = None) -> None:
         super().__init__(reason)
@@ -80,8 +80,8 @@ class Engine:
             return self._report(self._applied[patch.id])
         try:
             applied = self._put_in(patch, vllm)
-        except _Stop as stop:
-            return Attempt(stop.outcome, stop.reason, stop.fingerprint)
+        except Unresolved as error:
+            return Attempt(error.outcome, error.reason, error.fingerprint)
         except Exception as error:  # noqa: BLE001 - foreign code of every kind runs here; the outcome carries the cause
             return Attempt(Outcome.FAILED, f"{type(error).__name__}: {error}", None)
         self._applied[patch.id] = applied
@@ -146,13 +146,13 @@ class Engine:
         try:
             found = self.found_fingerprint(patch)
         except (TypeError, OSError) as error:
-            raise _Stop(Outcome.DRIFTED, f"{patch.target.path} has no source to compare: {error}") from error
+            raise Unresolved(Outcome.DRIFTED, f"{patch.target.path} has no source to compare: {error}") from error
         known = patch.fingerprints.get(version)
         if known is None:
-            raise _Stop(Outcome.DRIFTED, f"no fingerprint is recorded for vLLM {version}; found {found}", found)
+            raise Unresolved(Outcome.DRIFTED, f"no fingerprint is recorded for vLLM {version}; found {found}", found)
         if found != known:
             reason = f"the source of {patch.target.path} is {found}, not {known} as in vLLM {version}"
-            raise _Stop(Outcome.DRIFTED, reason, found)
+            raise Unresolved(Outcome.DRIFTED, reason, found)
         return found
 
     def _registered(self, patch: Patch, extension: Extension, found: str) -> Any:
@@ -160,7 +160,7 @@ class Engine:
         ours = [applied.replacement for applied in self._applied.values()]
         if current is not resolve(patch.target.path).value and not any(current is other for other in ours):
             reason = f"the extension point holds {_name(current)}, which is neither {patch.target.path} nor a fix"
-            raise _Stop(Outcome.FAILED, reason, found)
+            raise Unresolved(Outcome.FAILED, reason, found)
         return current
 
 
@@ -179,12 +179,12 @@ def resolve(path: str, originals: Mapping[str, Any] = MappingProxyType({})) -> P
 def _import(name: str) -> ModuleType:
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if getattr(spec, "_initializing", False):
-        raise _Stop(Outcome.PENDING, f"module {name} is being imported; register() is to be called again after that")
+        raise Unresolved(Outcome.PENDING, f"module {name} is being imported; call register() again after that")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise _Stop(Outcome.DRIFTED, f"module {name} does not exist") from error
+            raise Unresolved(Outcome.DRIFTED, f"module {name} does not exist") from error
         raise
 
 
@@ -193,7 +193,7 @@ def _attribute(owner: Any, name: str, path: str) -> Any:
     try:
         return vars(owner)[name]
     except KeyError:
-        raise _Stop(Outcome.DRIFTED, f"{path}: {_name(owner)} does not define {name}") from None
+        raise Unresolved(Outcome.DRIFTED, f"{path}: {_name(owner)} does not define {name}") from None
 
 
 def _places(patch: Patch, original: Any, found: str) -> tuple[Place, ...]:
@@ -201,7 +201,7 @@ def _places(patch: Patch, original: Any, found: str) -> tuple[Place, ...]:
     copies = [resolve(path) for path in patch.target.also if path.partition(":")[0] in sys.modules]
     for copy in copies:
         if copy.value is not original:
-            raise _Stop(Outcome.DRIFTED, f"{copy.path} is not a copy of {patch.target.path}", found)
+            raise Unresolved(Outcome.DRIFTED, f"{copy.path} is not a copy of {patch.target.path}", found)
     return (resolve(patch.target.path), *copies)
 
 
@@ -228,12 +228,13 @@ def _verify(applied: Applied) -> None:
     patch, replacement = applied.patch, applied.replacement
     if applied.extension is not None and applied.extension.current() is not replacement:
         reason = f"the extension point still gives {_name(applied.extension.current())}"
-        raise _Stop(Outcome.FAILED, reason, applied.fingerprint)
+        raise Unresolved(Outcome.FAILED, reason, applied.fingerprint)
     reached = _plain(patch.reached())
     if reached is not _plain(replacement):
-        raise _Stop(Outcome.FAILED, f"vLLM's own caller still reaches {_name(reached)}", applied.fingerprint)
+        raise Unresolved(Outcome.FAILED, f"vLLM's own caller still reaches {_name(reached)}", applied.fingerprint)
     if applied.extension is None and (stale := next(stale_copies(applied), None)):
-        raise _Stop(Outcome.FAILED, f"{stale} still holds the original; list it in target.also", applied.fingerprint)
+        reason = f"{stale} still holds the original; list it in target.also"
+        raise Unresolved(Outcome.FAILED, reason, applied.fingerprint)
 
 
 def stale_copies(applied: Applied) -> Iterator[str]:
@@ -256,7 +257,7 @@ def _check_shape(patch: Patch, original: Any, replacement: Any, found: str) -> N
     elif inspect.isfunction(original):
         problem = signature_problem(original, replacement)
     if problem:
-        raise _Stop(Outcome.FAILED, f"{patch.target.path}: {problem}", found)
+        raise Unresolved(Outcome.FAILED, f"{patch.target.path}: {problem}", found)
 
 
 def signature_problem(original: Any, replacement: Any) -> str:

@@ -5,9 +5,10 @@ Nothing here starts CUDA: GPUs are read through NVML, versions from package meta
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
-import sys
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,13 +169,17 @@ def select_gpus(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
 
 
 def _nvml() -> Any:
-    names = ["pynvml"] + (["vllm.third_party.pynvml"] if "vllm" in sys.modules else [])
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-    return None
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.import_module("pynvml")
+    # vLLM brings a copy, a file that stands alone: loaded by its path, so that vLLM is not imported for it.
+    vllm = importlib.util.find_spec("vllm")
+    path = Path(vllm.origin).parent / "third_party" / "pynvml.py" if vllm and vllm.origin else None
+    spec = importlib.util.spec_from_file_location("vllm_graft_pynvml", path) if path and path.exists() else None
+    if spec is None or spec.loader is None:
+        return None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
