@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +178,7 @@ def _nvml() -> Any:
     spec = importlib.util.spec_from_file_location("vllm_graft_pynvml", path) if path and path.exists() else None
     if spec is None or spec.loader is None:
         return None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # it looks itself up while it loads
     spec.loader.exec_module(module)
     return module
 
