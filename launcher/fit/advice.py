@@ -200,7 +200,8 @@ def advise(request: FitRequest) -> Advice:
     if not findings:
         return Advice(True, 0, (), (), request.settings, report)
     wanted = request.settings.max_model_len or request.geometry.max_position_embeddings
-    best = max((fit(_asked(request, u, m)) for u, m in _candidates(request)), key=lambda one: _merit(one, wanted))
+    asked = (_asked(request, utilization, tokens, wanted) for utilization, tokens in _candidates(request))
+    best = max(asked, key=lambda one: _merit(one, wanted, request.settings))
     context = min(best.advisable_context_tokens, wanted)
     if not context:
         return Advice(False, missing, findings, (), request.settings, report)
@@ -240,25 +241,29 @@ def _candidates(request: FitRequest) -> Iterator[tuple[float, int]]:
     yield settings.gpu_memory_utilization, settings.max_num_batched_tokens
 
 
-def _asked(request: FitRequest, utilization: float, batched_tokens: int) -> FitRequest:
-    return request.with_settings(
-        replace(
-            request.settings,
-            gpu_memory_utilization=utilization,
-            max_num_batched_tokens=batched_tokens,
-            max_model_len=None,
-        )
+def _asked(request: FitRequest, utilization: float, batched_tokens: int, wanted_tokens: int) -> FitReport:
+    """Fit with other numbers, at the wanted context or the longest advisable one below it."""
+    settings = replace(
+        request.settings,
+        gpu_memory_utilization=utilization,
+        max_num_batched_tokens=batched_tokens,
+        max_model_len=None,
     )
+    report = fit(request.with_settings(settings))
+    if report.advisable_context_tokens < wanted_tokens:
+        return report
+    return fit(request.with_settings(replace(settings, max_model_len=wanted_tokens)))
 
 
-def _merit(report: FitReport, wanted_tokens: int) -> tuple[int, int, int, float]:
-    """More context up to the wanted one, then a fitting card, then more batched tokens, then less utilization."""
+def _merit(report: FitReport, wanted_tokens: int, profile: Settings) -> tuple[int, int, int, int, float]:
+    """More context up to the wanted one, a card with room, a better verdict, then what is nearest to the profile."""
     settings = report.request.settings
     return (
         min(report.advisable_context_tokens, wanted_tokens),
         int(report.physical_slack_bytes >= 0),
+        int(report.verdict.value == "FITS"),
         settings.max_num_batched_tokens,
-        -settings.gpu_memory_utilization,
+        -abs(settings.gpu_memory_utilization - profile.gpu_memory_utilization),
     )
 
 

@@ -194,12 +194,10 @@ def _graphs(settings: Settings) -> Term:
 def _non_torch(request: FitRequest) -> Term:
     several = request.settings.tensor_parallel_size > 1
     major = request.card.compute_capability[0]
-    if major == 8:
-        size, basis = (0.45 if several else 0.35), "fitted"
-    else:
-        size, basis = (0.75 if several else 0.60), "fitted" if major == 12 else "assumed"
+    basis: Basis = "fitted" if major in (8, 12) else "assumed"
+    size = (0.45 if several else 0.35) if major == 8 else (0.75 if several else 0.60)
     note = "CUDA context, kernels" + (", NCCL" if several else "")
-    return Term("non_torch", "non-torch memory", _gib(size), basis, _gib(0.2), note)  # type: ignore[arg-type]
+    return Term("non_torch", "non-torch memory", _gib(size), basis, _gib(0.2), note)
 
 
 def _checkpoint_buffer(request: FitRequest, layout: KvLayout) -> Term | None:

@@ -55,7 +55,7 @@ class LoggedBoot:
 
 
 _LINES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"(?:vLLM API server version|LLM engine \(v)\s*v?(\d+\.\d+\.\d+[^\s,)]*)", ("vllm_version",)),
+    (r"(?:vLLM (?:API )?server version |Initializing a V1 LLM engine \(v)(\d+\.\d+\.\d+[^\s,)]*)", ("vllm_version",)),
     (rf"reserved {_NUMBER} GiB memory for KV Cache as specified by kv_cache_memory_bytes", ("fixed_pool_gib",)),
     (rf"(?:Explicitly|Auto) set \({_NUMBER}/{_NUMBER}\) GiB for KV cache", ("available_gib", "total_gib")),
     (rf"KV cache size: {_COUNT} tokens", ("kv_cache_tokens",)),
@@ -69,7 +69,7 @@ _LINES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         rf"Free memory on device[^(]*\({_NUMBER}/{_NUMBER} GiB\) on startup\. Desired GPU memory utilization is "
-        rf"\(\d?\.?\d+, {_NUMBER} GiB\)\. Actual usage is {_NUMBER} GiB for consumed memory[^,]*, "
+        rf"\([\d.]+, {_NUMBER} GiB\)\. Actual usage is {_NUMBER} GiB for consumed memory[^,]*, "
         rf"{_NUMBER} GiB for peak activation",
         ("free_gib", "total_gib", "requested_gib", "consumed_gib", "peak_activation_gib"),
     ),

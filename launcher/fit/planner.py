@@ -12,9 +12,10 @@ from launcher.fit.budget import (
     runtime_terms,
     weight_terms,
 )
+from launcher.fit.geometry import Geometry
 from launcher.fit.kv import KvLayout, KvRules, block_alignment, gdn_prefill_checkpoint, kv_layout, null_block_deducted
 from launcher.fit.refusals import FitRefused, refusals
-from launcher.fit.request import GIB, FitRequest
+from launcher.fit.request import GIB, Basis, FitRequest, Settings
 from launcher.fit.verdict import Blocker, Budget, Verdict, blockers, judge, longest, physical_slack_bytes
 
 
@@ -105,24 +106,12 @@ class PoolReport:
 
 def layout_for(request: FitRequest) -> KvLayout:
     """Return the blocks of a request on its card."""
-    settings, geometry = request.settings, request.geometry
-    capability = request.card.compute_capability
-    checkpoint = gdn_prefill_checkpoint(
-        geometry, capability, request.cuda_major, settings.prefix_caching, settings.gdn_prefill_backend
-    )
-    rules = KvRules(
-        block_alignment(geometry, capability, settings.kv_cache_dtype, checkpoint),
-        checkpoint,
-        null_block_deducted(request.vllm_version),
-    )
-    return kv_layout(
-        geometry,
-        settings.kv_cache_dtype,
-        settings.tensor_parallel_size,
-        settings.num_speculative_tokens,
-        settings.prefix_caching,
-        rules,
-        draft_layers=geometry.mtp_layers if settings.mtp else 0,
+    return _layout(
+        request.geometry,
+        request.settings,
+        request.card.compute_capability,
+        request.vllm_version,
+        request.cuda_major,
     )
 
 
@@ -164,11 +153,44 @@ def fit(request: FitRequest) -> FitReport:
     )
 
 
-def fit_pool(request: FitRequest, pool_bytes: int) -> PoolReport:
-    """Return what a pool of this size holds with the request's model and settings."""
-    layout = layout_for(request)
+def fit_pool(
+    geometry: Geometry,
+    settings: Settings,
+    pool_bytes: int,
+    compute_capability: tuple[int, int] | None,
+    vllm_version: str,
+    cuda_major: int = 13,
+) -> PoolReport:
+    """Return what a pool of known size holds; without a compute capability it is the CPU engine's."""
+    layout = _layout(geometry, settings, compute_capability, vllm_version, cuda_major)
     blocks = layout.num_blocks(pool_bytes)
-    return PoolReport(layout, blocks, layout.longest_context(blocks, request.geometry.max_position_embeddings))
+    return PoolReport(layout, blocks, layout.longest_context(blocks, geometry.max_position_embeddings))
+
+
+def _layout(
+    geometry: Geometry,
+    settings: Settings,
+    compute_capability: tuple[int, int] | None,
+    vllm_version: str,
+    cuda_major: int,
+) -> KvLayout:
+    checkpoint = gdn_prefill_checkpoint(
+        geometry, compute_capability, cuda_major, settings.prefix_caching, settings.gdn_prefill_backend
+    )
+    rules = KvRules(
+        block_alignment(geometry, compute_capability, settings.kv_cache_dtype, checkpoint),
+        checkpoint,
+        null_block_deducted(vllm_version),
+    )
+    return kv_layout(
+        geometry,
+        settings.kv_cache_dtype,
+        settings.tensor_parallel_size,
+        settings.num_speculative_tokens,
+        settings.prefix_caching,
+        rules,
+        draft_layers=geometry.mtp_layers if settings.mtp else 0,
+    )
 
 
 def _correction(request: FitRequest) -> tuple[Term, ...]:
@@ -206,12 +228,12 @@ def _pool_terms(budget: Budget, context_tokens: int) -> tuple[Term, ...]:
     if context_tokens:
         requests = min(budget.request.settings.max_num_seqs, usable // layout.request_blocks(context_tokens))
     states = min(usable, max(1, requests) * layout.state_blocks)
-    basis = "exact" if budget.request.settings.kv_cache_memory_bytes is not None else "fitted"
+    basis: Basis = "exact" if budget.request.settings.kv_cache_memory_bytes is not None else "fitted"
     error = combined_error_bytes(budget.request, budget.inside)
     block = layout.bytes_per_block
     split = f"{max(1, requests)} running request(s) of {layout.state_blocks} blocks"
     kv_note = f"{budget.num_blocks - states} of {budget.num_blocks} blocks of {layout.block_tokens} tokens"
-    terms = [Term("kv", "KV cache", (budget.num_blocks - states) * block, basis, error, kv_note)]  # type: ignore[arg-type]
+    terms = [Term("kv", "KV cache", (budget.num_blocks - states) * block, basis, error, kv_note)]
     if states:
         terms.insert(0, Term("gdn_state", "GDN state", states * block, "exact", 0, split))
     return tuple(terms)

@@ -104,9 +104,10 @@ def weights_from_sizes(
     parts = [WeightPart("embeddings", vocabulary, "assumed", 0, matrix)]
     if not geometry.tie_word_embeddings:
         parts.append(WeightPart("lm_head", vocabulary, "assumed", 0, matrix))
-    for part, size_bytes in (("mtp", mtp_bytes), ("vision", vision_bytes)):
-        if size_bytes:
-            parts.append(WeightPart(part, size_bytes, "assumed", 0, source))  # type: ignore[arg-type]
+    if mtp_bytes:
+        parts.append(WeightPart("mtp", mtp_bytes, "assumed", 0, source))
+    if vision_bytes:
+        parts.append(WeightPart("vision", vision_bytes, "assumed", 0, source))
     rest = total_bytes - sum(part.size_bytes for part in parts)
     if rest < 0:
         raise FitError(
