@@ -68,8 +68,8 @@ PATCH = Patch(
     title="TurboQuant verifies drafts as decodes and judges a batch request by request",
     symptom=(
         "with speculation in FULL CUDA graphs replies turn to repetition and tool calls break (tq-spec-fullgraph); "
-        "after a rejected draft attention reads past the text (tq-optimistic-lengths); a long new prompt makes the requests "
-        "beside it lose their cached prefix (tq-mixed-batch)"
+        "after a rejected draft attention reads past the text (tq-optimistic-lengths); a long new prompt makes the "
+        "requests beside it lose their cached prefix (tq-mixed-batch)"
     ),
     upstream=(
         f"{_ISSUES}/52475",
