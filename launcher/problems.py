@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 Cause = Literal[
     "cdi-device-missing",
     "compile-cache-stale",
+    "compose-missing",
     "compute-capability-too-low",
     "context-too-long",
     "cuda-compat-libraries",
@@ -21,6 +22,7 @@ Cause = Literal[
     "engine-hang",
     "fixes-inactive",
     "gpu-detached-from-container",
+    "gpu-ecc-errors",
     "gpu-lost",
     "gpu-memory-busy",
     "gpu-memory-changed",

@@ -4,6 +4,8 @@ The JSON shape is the one that `graft check --facts FILE` reads and `graft check
 `None` means unknown, which is never the same as absent or broken.
 """
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -56,20 +58,28 @@ class Nvml(Fact):
     driver: str | None = None
     cuda_driver: str | None = None
     p2p: dict[str, str] = Field(default_factory=dict)
+    """Peer access by NVML index pair, such as "0-1": OK, or nvidia-smi's short name of what stands in the way."""
     gpus: tuple[Gpu, ...] = ()
 
 
 class Docker(Fact):
-    """The Docker Engine; `error` set means that no engine answered."""
+    """The Docker Engine, or Podman's Docker-compatible service; `error` set means that none answered."""
 
     error: str | None = None
+    flavor: Literal["docker", "podman"] | None = None
     engine: str | None = None
     api: str | None = None
     compose: str | None = None
+    compose_error: str | None = None
+    """Why `docker compose` does not run; None where it does or was not asked."""
     runtimes: tuple[str, ...] = ()
+    nvidia_hook: bool | None = None
+    """`nvidia-container-runtime-hook` is on this machine: Compose's GPU request works without the nvidia runtime."""
     cdi_spec_dirs: tuple[str, ...] = ()
+    """Empty: the engine does not offer CDI."""
     cdi_devices: tuple[str, ...] = ()
     root_dir: str | None = None
+    """Where images are unpacked."""
     root_free_gib: float | None = None
 
 
@@ -83,16 +93,32 @@ class Proc(Fact):
     cpu_count: int | None = None
     locale: str | None = None
 
+    @property
+    def is_wsl(self) -> bool:
+        """Windows Subsystem for Linux: Microsoft's kernels carry their name."""
+        return "microsoft" in (self.kernel or "").lower()
+
 
 class Disk(Fact):
     """Free space where models and state go."""
 
     models_free_gib: float | None = None
     state_free_gib: float | None = None
+    models_share_docker_disk: bool | None = None
+    """Models and images lie on one file system, so that their needs add up."""
+
+
+class Packages(Fact):
+    """System packages that the CPU engine needs."""
+
+    libnuma: bool | None = None
+    """The loader finds libnuma.so.1."""
+    cxx_compiler: bool | None = None
+    """The compiler that PyTorch's inductor would call is there: `$CXX`, else g++."""
 
 
 class Listener(Fact):
-    """Who listens on a TCP port."""
+    """Who listens on a TCP port; all None where the system does not say."""
 
     process: str | None = None
     pid: int | None = None
@@ -106,4 +132,6 @@ class HostFacts(Fact):
     docker: Docker = Docker()
     proc: Proc = Proc()
     disk: Disk = Disk()
+    packages: Packages = Packages()
     ports: dict[str, Listener] = Field(default_factory=dict)
+    """Ports in use among those that were asked about."""

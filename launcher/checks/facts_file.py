@@ -1,0 +1,67 @@
+"""Facts given by a file instead of this machine: `graft check --facts FILE`."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from launcher.checks.demand import Demand
+from launcher.errors import UsageError
+from launcher.host.facts import HostFacts
+
+_T = TypeVar("_T", bound=BaseModel)
+
+# A report carries them beside facts and plan; nothing here reads them.
+_WRAPPER_KEYS = ("facts", "plan")
+
+
+def facts_from_file(path: Path) -> tuple[HostFacts, Demand | None]:
+    """Read the facts of a machine, and the demand of a start where the file holds one.
+
+    The file is JSON or YAML: the bare facts, or a mapping with `facts` and perhaps `plan`.
+
+    Raises:
+        UsageError: the file cannot be read, or a key or a value is wrong; the message names it.
+    """
+    document = _document(path)
+    if "facts" not in document:
+        return _validated(HostFacts, document, path, ""), None
+    unknown = [str(key) for key in document if key not in _WRAPPER_KEYS]
+    if unknown:
+        raise UsageError(f"{path}: {unknown[0]}: no such key; there are {' and '.join(_WRAPPER_KEYS)}")
+    facts = _validated(HostFacts, document["facts"], path, "facts.")
+    plan = document.get("plan")
+    return facts, None if plan is None else _validated(Demand, plan, path, "plan.")
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        # JSON is YAML, too.
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: neither JSON nor YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{path}: a mapping is needed, got {type(document).__name__}")
+    return document
+
+
+def _validated(kind: type[_T], value: Any, path: Path, prefix: str) -> _T:
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        lines = (_explain(f"{path}: {prefix}", kind, item) for item in error.errors())
+        raise UsageError("\n".join(lines)) from error
+
+
+def _explain(start: str, kind: type[BaseModel], item: Any) -> str:
+    where = start + ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = f"; at the top there are {', '.join(kind.model_fields)}" if len(item["loc"]) == 1 else "; remove it"
+        return f"{where}: no such key{known}"
+    if item["type"] == "missing":
+        return f"{where}: missing; add it"
+    message = item["msg"]
+    return f"{where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,154 @@
+"""Rules about Docker, disk, memory, ports, packages and model files; each returns the problems that it finds."""
+
+from collections.abc import Iterator
+
+from launcher.checks.demand import Case
+from launcher.checks.gpu_rules import refuse, version, warn
+from launcher.problems import Problem
+
+# Engine 20.10, the oldest that a start was seen working with.
+MIN_API = (1, 41)
+MIN_COMPOSE = (2,)
+_FILES_SHOWN = 5
+
+
+def docker_answers(case: Case) -> Iterator[Problem]:
+    """There is an engine to start the container with, and Compose to describe it."""
+    docker = case.facts.docker
+    if docker.error is not None:
+        is_denied = "permission denied" in docker.error.lower()
+        yield refuse(
+            "docker-missing",
+            f"Docker: {docker.error}.",
+            "Join the docker group (`sudo usermod -aG docker $USER`) and log in again."
+            if is_denied
+            else "Install Docker Engine (https://docs.docker.com/engine/install/) and start it; PROFILE=cpu does "
+            "without.",
+        )
+        return
+    if docker.compose_error is not None:
+        yield refuse(
+            "compose-missing",
+            f"Docker Compose: {docker.compose_error}.",
+            "Install the Compose plugin (package docker-compose-plugin, or docker-compose-v2 on Ubuntu).",
+        )
+    if docker.api is not None and version(docker.api) < MIN_API:
+        yield refuse(
+            "docker-too-old",
+            f"Docker Engine {docker.engine} has API {docker.api}; 1.41 (Engine 20.10) or newer is needed.",
+            "Update Docker Engine (https://docs.docker.com/engine/install/).",
+        )
+    if docker.compose is not None and version(docker.compose) < MIN_COMPOSE:
+        yield refuse(
+            "docker-too-old",
+            f"Docker Compose {docker.compose}; version 2 or newer is needed.",
+            "Install the Compose plugin (package docker-compose-plugin, or docker-compose-v2 on Ubuntu).",
+        )
+
+
+def disk_suffices(case: Case) -> Iterator[Problem]:
+    """The image and the model that are still to come fit where they go, also when both go to one file system."""
+    demand, docker, disk = case.demand, case.facts.docker, case.facts.disk
+    has_image = demand.runtime == "docker" and not demand.image_is_here
+    image_gib = (demand.image_unpacked_gib or 0.0) if has_image else 0.0
+    model_gib = 0.0 if demand.model_is_here else demand.model_gib or 0.0
+    shared = bool(disk.models_share_docker_disk) and image_gib > 0 and model_gib > 0
+    places = (
+        (f"{docker.root_dir or 'Docker'} and the models' folder", docker.root_free_gib, image_gib + model_gib)
+        if shared
+        else (docker.root_dir or "Docker's folder", docker.root_free_gib, image_gib),
+        ("the models' folder", disk.models_free_gib, 0.0 if shared else model_gib),
+    )
+    for place, free_gib, needed_gib in places:
+        if free_gib is not None and free_gib < needed_gib:
+            what = (
+                "image and model" if shared else "the image, unpacked" if place != "the models' folder" else "the model"
+            )
+            yield refuse(
+                "disk-space-low",
+                f"{place}: {free_gib:.1f} GiB free, {needed_gib:.1f} GiB needed ({what}).",
+                "Free space there (`docker system df` shows what Docker holds), or put models or Docker's data-root on "
+                "another disk.",
+            )
+
+
+def host_memory_suffices(case: Case) -> Iterator[Problem]:
+    """The checkpoint passes through host memory on its way to the GPUs, or stays there on a CPU."""
+    memory, demand = case.facts.proc, case.demand
+    if demand.model_gib is None:
+        return
+    if not demand.needs_gpu:
+        needed_gib = demand.model_gib + (demand.cpu_kv_cache_gib or 0.0)
+        if memory.mem_available_gib is not None and memory.mem_available_gib < needed_gib:
+            yield refuse(
+                "host-memory-low",
+                f"{memory.mem_available_gib:.1f} GiB of memory available; the model and its KV cache alone take "
+                f"{needed_gib:.1f} GiB.",
+                "Close other programs, or choose a smaller model or a smaller serve.cpu_kv_cache_gib.",
+            )
+        return
+    if memory.mem_total_gib is None:
+        return
+    # Under WSL each rank's loader pins what it reads, and CUDA reports host memory that ran out as a full GPU.
+    needed_gib = demand.model_gib * (demand.tensor_parallel_size if memory.is_wsl else 1)
+    if memory.mem_total_gib >= needed_gib:
+        return
+    ranks = f" for each of {demand.tensor_parallel_size} loaders" if memory.is_wsl else ""
+    yield warn(
+        "host-memory-low",
+        f"{memory.mem_total_gib:.0f} GiB of host memory, and the checkpoint has {demand.model_gib:.2f} GiB{ranks}: "
+        + (
+            "the load may end in a CUDA out-of-memory error with the GPU half empty."
+            if memory.is_wsl
+            else "the load is slow, and the kernel may kill it."
+        ),
+        "Raise memory= under [wsl2] in %UserProfile%\\.wslconfig, then `wsl --shutdown`."
+        if memory.is_wsl
+        else "Close other programs, add swap, or choose a smaller model.",
+    )
+
+
+def port_is_free(case: Case) -> Iterator[Problem]:
+    """Nobody listens on the port yet."""
+    port = case.demand.port
+    listener = case.facts.ports.get(str(port)) if port is not None else None
+    if listener is None:
+        return
+    process = f"{listener.process or 'process'} (pid {listener.pid})" if listener.pid is not None else listener.process
+    container = f"container {listener.container}" if listener.container else None
+    by = container or process or "a process of another user"
+    yield refuse(
+        "port-in-use",
+        f"port {port} is taken by {by}.",
+        f"Stop it{f' (`docker stop {listener.container}`)' if listener.container else ''}, or set serve.port to "
+        "another one.",
+    )
+
+
+def packages_are_there(case: Case) -> Iterator[Problem]:
+    """The CPU engine on this machine finds its library and its compiler; the container brings its own."""
+    packages = case.facts.packages
+    lacking = {
+        "libnuma1": ("libnuma.so.1", packages.libnuma),
+        "g++": ("a C++ compiler ($CXX, else g++)", packages.cxx_compiler),
+    }
+    missing = {package: what for package, (what, is_there) in lacking.items() if is_there is False}
+    if case.demand.runtime == "host" and not case.demand.needs_gpu and missing:
+        yield refuse(
+            "system-package-missing",
+            f"the CPU engine needs {' and '.join(missing.values())}, not found here.",
+            f"sudo apt-get install {' '.join(missing)}",
+        )
+
+
+def model_files_are_whole(case: Case) -> Iterator[Problem]:
+    """Every file of the index is there and as long as its header says."""
+    files = case.demand.incomplete_files
+    if files:
+        shown = "; ".join(f"{file.path}: {file.reason}" for file in files[:_FILES_SHOWN])
+        more = f"; and {len(files) - _FILES_SHOWN} more" if len(files) > _FILES_SHOWN else ""
+        yield refuse(
+            "model-files-incomplete",
+            f"{case.demand.model_dir or 'the model'}: {shown}{more}.",
+            "Fetch these files again.",
+        )

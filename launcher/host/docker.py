@@ -1,0 +1,188 @@
+"""The Docker Engine as its API reports it; Podman's Docker-compatible service answers the same questions."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from launcher.host.facts import Docker
+from launcher.host.system import free_gib
+
+DEFAULT_SOCKET = Path("/var/run/docker.sock")
+TIMEOUT_S = 5
+# Docker Engine 29 keeps images there, on machines that it was installed on first.
+_CONTAINERD_ROOT = Path("/var/lib/containerd")
+_SPEC_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class Engine(Protocol):
+    """The calls of the Docker SDK that are used here."""
+
+    def version(self) -> dict[str, Any]: ...
+
+    def info(self) -> dict[str, Any]: ...
+
+    def containers(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The engine's facts, and what helps to read other facts."""
+
+    docker: Docker
+    published: Mapping[int, str] = field(default_factory=dict)
+    """Container names by the host TCP port that they publish."""
+    is_local: bool = False
+    """The engine's paths are paths of this machine."""
+
+
+def read(socket: Path = DEFAULT_SOCKET) -> Reading:
+    """Return what the engine says that the Docker CLI would use; none there is an answer (`Docker.error`).
+
+    Args:
+        socket: used where neither $DOCKER_HOST nor a Docker context names an engine.
+    """
+    endpoint = os.environ.get("DOCKER_HOST") or _context_host() or f"unix://{socket}"
+    reason = _unusable(endpoint)
+    if reason is not None:
+        return Reading(Docker(error=reason))
+    # Imported late: the SDK takes longer than everything else that a command without Docker does.
+    import docker
+    import requests
+
+    try:
+        client = docker.APIClient(version="auto", timeout=TIMEOUT_S, **_connection(endpoint))
+        with client:
+            return describe(client, is_unix_socket=endpoint.startswith("unix://"))
+    except (docker.errors.DockerException, requests.RequestException, OSError) as error:
+        return Reading(Docker(error=f"{endpoint}: {' '.join(str(error).split())}"))
+
+
+def describe(engine: Engine, is_unix_socket: bool) -> Reading:
+    """Return the facts that an engine's own answers hold; the rest is read from this machine where it is local."""
+    version, info = engine.version(), engine.info()
+    # Docker Desktop's engine lives in a virtual machine: its paths are not ours.
+    is_local = is_unix_socket and info.get("OperatingSystem") != "Docker Desktop"
+    flavor = _flavor(version)
+    spec_dirs = tuple(info.get("CDISpecDirs") or ()) or (("/etc/cdi", "/var/run/cdi") if flavor == "podman" else ())
+    listed = tuple(sorted(item["ID"] for item in info.get("DiscoveredDevices") or () if item.get("Source") == "cdi"))
+    images_dir = _images_dir(info)
+    compose, compose_error = _compose()
+    return Reading(
+        Docker(
+            flavor=flavor,
+            engine=version.get("Version"),
+            api=version.get("ApiVersion"),
+            compose=compose,
+            compose_error=compose_error,
+            runtimes=tuple(sorted(info.get("Runtimes") or ())),
+            nvidia_hook=shutil.which("nvidia-container-runtime-hook") is not None if is_local else None,
+            cdi_spec_dirs=spec_dirs,
+            cdi_devices=listed or (tuple(sorted(set(spec_devices(spec_dirs)))) if is_local else ()),
+            root_dir=images_dir,
+            root_free_gib=free_gib(Path(images_dir)) if is_local and images_dir else None,
+        ),
+        published=_published(engine.containers()),
+        is_local=is_local,
+    )
+
+
+def spec_devices(spec_dirs: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the devices that CDI specifications define, such as `nvidia.com/gpu=0`."""
+    for folder in map(Path, spec_dirs):
+        for path in sorted(folder.glob("*")) if folder.is_dir() else ():
+            if path.suffix in _SPEC_SUFFIXES:
+                yield from _devices_in(path)
+
+
+def _devices_in(path: Path) -> Iterator[str]:
+    import yaml
+
+    # Specifications run to thousands of lines; JSON is YAML too. The C loader is there in all usual builds.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        spec = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        # The engine ignores what it cannot read, too.
+        return
+    if isinstance(spec, dict):
+        for device in spec.get("devices") or ():
+            if isinstance(device, dict) and "name" in device:
+                yield f"{spec.get('kind')}={device['name']}"
+
+
+def _context_host() -> str | None:
+    """Return the endpoint of the Docker context in use, such as that of a rootless engine or of Docker Desktop."""
+    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    if not os.environ.get("DOCKER_CONTEXT") and not (folder / "config.json").is_file():
+        return None
+    import docker
+
+    try:
+        context = docker.context.ContextAPI.get_current_context()
+    except (docker.errors.DockerException, OSError, ValueError):
+        return None
+    # Without a context of its own the SDK answers with its default, which may be none of the machine's sockets.
+    return None if context is None or context.Name == "default" else str(context.Host)
+
+
+def _unusable(endpoint: str) -> str | None:
+    """Say why no engine can answer, where that can be told without asking it."""
+    if endpoint.startswith("ssh://"):
+        return f"{endpoint} is another machine; a local engine is needed (unset DOCKER_HOST, or docker context use)"
+    if not endpoint.startswith("unix://"):
+        return None
+    socket = Path(endpoint.removeprefix("unix://"))
+    if not socket.exists():
+        return f"no Docker Engine runs here ({socket} does not exist)"
+    if not os.access(socket, os.R_OK | os.W_OK):
+        return f"permission denied on {socket}"
+    return None
+
+
+def _connection(endpoint: str) -> dict[str, Any]:
+    from docker.utils import kwargs_from_env
+
+    # $DOCKER_TLS_VERIFY and $DOCKER_CERT_PATH belong to $DOCKER_HOST.
+    return dict(kwargs_from_env()) if os.environ.get("DOCKER_HOST") else {"base_url": endpoint}
+
+
+def _flavor(version: Mapping[str, Any]) -> Literal["docker", "podman"]:
+    names = (str(component.get("Name")) for component in version.get("Components") or ())
+    return "podman" if any("podman" in name.lower() for name in names) else "docker"
+
+
+def _images_dir(info: Mapping[str, Any]) -> str | None:
+    status = dict(pair for pair in info.get("DriverStatus") or () if len(pair) == 2)
+    uses_containerd = str(status.get("driver-type", "")).startswith("io.containerd.snapshotter")
+    return str(_CONTAINERD_ROOT) if uses_containerd and _CONTAINERD_ROOT.is_dir() else info.get("DockerRootDir")
+
+
+def _published(containers: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    return {
+        port["PublicPort"]: container["Names"][0].removeprefix("/")
+        for container in containers
+        for port in container.get("Ports") or ()
+        if port.get("PublicPort") and port.get("Type") == "tcp" and container.get("Names")
+    }
+
+
+def _compose() -> tuple[str | None, str | None]:
+    """Return the version of `docker compose`, or why it does not run."""
+    try:
+        result = subprocess.run(
+            ["docker", "compose", "version", "--short"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return None, "the docker command is not on PATH"
+    except subprocess.TimeoutExpired:
+        return None, f"`docker compose version` gave no answer in {TIMEOUT_S} s"
+    if result.returncode != 0 and "unknown" in result.stderr:
+        return None, "the Compose plugin of the docker command is not installed"
+    if result.returncode != 0:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        return None, f"`docker compose version`: {said[0] if said else f'exit code {result.returncode}'}"
+    return result.stdout.strip().removeprefix("v"), None
