@@ -6,10 +6,13 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from launcher.host.facts import Docker
 from launcher.host.system import free_gib
+
+if TYPE_CHECKING:
+    from docker import APIClient
 
 DEFAULT_SOCKET = Path("/var/run/docker.sock")
 TIMEOUT_S = 5
@@ -45,7 +48,7 @@ def read(socket: Path = DEFAULT_SOCKET) -> Reading:
     Args:
         socket: used where neither $DOCKER_HOST nor a Docker context names an engine.
     """
-    endpoint = os.environ.get("DOCKER_HOST") or _context_host() or f"unix://{socket}"
+    endpoint = endpoint_in_use(socket)
     reason = _unusable(endpoint)
     if reason is not None:
         return Reading(Docker(error=reason))
@@ -54,11 +57,26 @@ def read(socket: Path = DEFAULT_SOCKET) -> Reading:
     import requests
 
     try:
-        client = docker.APIClient(version="auto", timeout=TIMEOUT_S, **_connection(endpoint))
-        with client:
+        with connect(endpoint, TIMEOUT_S) as client:
             return describe(client, is_unix_socket=endpoint.startswith("unix://"))
     except (docker.errors.DockerException, requests.RequestException, OSError) as error:
         return Reading(Docker(error=f"{endpoint}: {' '.join(str(error).split())}"))
+
+
+def endpoint_in_use(socket: Path = DEFAULT_SOCKET) -> str:
+    """Return the address of the engine that the Docker CLI would use, such as `unix:///var/run/docker.sock`."""
+    return os.environ.get("DOCKER_HOST") or _context_host() or f"unix://{socket}"
+
+
+def connect(endpoint: str, timeout_s: int) -> "APIClient":
+    """Return a client of the engine at `endpoint`, speaking the engine's own API version.
+
+    Raises:
+        docker.errors.DockerException, requests.RequestException, OSError: none answered.
+    """
+    import docker
+
+    return docker.APIClient(version="auto", timeout=timeout_s, **_connection(endpoint))
 
 
 def describe(engine: Engine, is_unix_socket: bool) -> Reading:
