@@ -144,9 +144,8 @@ def capture_sizes(max_num_seqs: int, num_speculative_tokens: int) -> tuple[int, 
     limit = min(max_num_seqs * query * 2, MAX_CAPTURE_TOKENS)
     grid = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_CAPTURE_TOKENS + 1, 16)]
     sizes = {size for size in grid if size <= limit}
-    if query > 1:
-        requests = [count for count in grid if count <= max_num_seqs] + [max_num_seqs]
-        sizes.update(count * query for count in requests if count * query <= MAX_CAPTURE_TOKENS)
+    requests = {max_num_seqs} if query == 1 else {count for count in grid if count < max_num_seqs} | {max_num_seqs}
+    sizes.update(count * query for count in requests if count * query <= limit)
     return tuple(sorted(sizes))
 
 
