@@ -30,5 +30,5 @@ def source(value: Any) -> str:
                 value = getattr(value, attribute)
                 break
         else:
-            raise TypeError(f"a {type(value).__name__} has no source")
+            raise TypeError(f"an object of type {type(value).__name__} has no source of its own")
     return textwrap.dedent(inspect.getsource(value))
