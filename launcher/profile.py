@@ -104,6 +104,10 @@ class Profile(Values):
     vllm: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
     """vLLM release; a key of `images/pins.yaml`."""
     serve: Serve
+    disabled_fixes: tuple[str, ...] = ()
+    """Fixes that are not applied; `graft fixes` lists their ids."""
+    optional_fixes: tuple[str, ...] = ()
+    """Fixes that are wanted, but that the server may run without."""
     source: str = Field(default="", exclude=True)
     """The file that it was read from."""
     origins: dict[str, str] = Field(default_factory=dict, exclude=True)
@@ -139,8 +143,6 @@ class WeightSizes(Values):
     """Bytes of the checkpoint's parts, where known; the rest is computed from the files once they are there."""
 
     total_gib: Annotated[float, Field(gt=0)]
-    resident_text_gib: Annotated[float, Field(gt=0)] | None = None
-    """Loaded size with `--language-model-only` and the MTP layer."""
     mtp_gib: Annotated[float, Field(ge=0)] | None = None
     vision_gib: Annotated[float, Field(ge=0)] | None = None
     source: str

@@ -1,0 +1,266 @@
+"""The memory part of a plan: the context, the requests and the KV pool that a GPU profile starts with. Pure."""
+
+from dataclasses import asdict, dataclass, replace
+
+from launcher.fit.advice import Advice, advise
+from launcher.fit.calibration import BootRecord, calibration, configuration_key, pool_choice
+from launcher.fit.geometry import Geometry
+from launcher.fit.planner import FitReport, fit
+from launcher.fit.refusals import FitRefused
+from launcher.fit.request import Card, FitRequest, Settings, card_from_name_or_size, card_from_nvml
+from launcher.fit.weights import Weights, weights_from_sizes
+from launcher.host.devices import Device
+from launcher.problems import Cause, Problem
+from launcher.profile import Model, Profile, Speculation
+
+GIB = 2**30
+MIB = 2**20
+MOST_REQUESTS = 8
+"""Each running request of a hybrid model holds whole blocks of GDN state whatever its length."""
+
+
+@dataclass(frozen=True)
+class MemoryInputs:
+    """What the user and earlier boots add to the memory plan."""
+
+    card: str | None = None
+    """A card to plan for instead of this machine's: a name or a size."""
+    boots: tuple[BootRecord, ...] = ()
+    """The calibration file."""
+    advise: bool = False
+    """Take the advised settings instead of the profile's where those are unsafe."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the memory model decided, with the reasons that the flags print."""
+
+    profile: Profile
+    """With the advised numbers where they were asked for."""
+    report: FitReport | None
+    """None where the combination is refused or the sizes are not known."""
+    advice: Advice | None
+    max_model_len: int | None
+    max_model_len_reason: str
+    max_num_seqs: int
+    max_num_seqs_reason: str
+    kv_cache_memory_bytes: int | None
+    kv_pool_reason: str
+    problems: tuple[Problem, ...]
+
+
+def plan_memory(
+    profile: Profile,
+    model: Model,
+    geometry: Geometry,
+    weights: Weights | None,
+    devices: tuple[Device, ...],
+    speculation: Speculation | None,
+    inputs: MemoryInputs,
+    is_safe_mode: bool,
+) -> MemoryPlan:
+    """Return the context, the number of requests and the KV pool of a GPU profile.
+
+    Raises:
+        FitError: the card asked for is not known, or the listed sizes contradict each other.
+    """
+    weights = weights or listed_weights(model, geometry)
+    if weights is None:
+        return _unplanned(profile, (_sizes_unknown(model),))
+    request = FitRequest(
+        geometry,
+        weights,
+        settings_of(profile, speculation, is_safe_mode),
+        card_of(profile, devices, inputs.card),
+        profile.serve.tensor_parallel_size,
+        vllm_version=profile.vllm,
+    )
+    try:
+        advice = advise(request)
+    except FitRefused as error:
+        return _unplanned(profile, _refused(error))
+    if inputs.advise and advice.changes:
+        profile = _advised(profile, advice)
+        request = request.with_settings(advice.settings)
+    request = _calibrated(request, model, devices, inputs)
+    report = _with_requests(request, profile, is_safe_mode)
+    machine, configuration = machine_key(devices), configuration_key(model.name, profile.vllm, report.request.settings)
+    pool = pool_choice(report, inputs.boots, machine, configuration)
+    return MemoryPlan(
+        profile=profile,
+        report=report,
+        advice=advice,
+        max_model_len=report.context_tokens or None,
+        max_model_len_reason=_context_reason(profile, report),
+        max_num_seqs=report.request.settings.max_num_seqs,
+        max_num_seqs_reason=_requests_reason(profile, report, is_safe_mode),
+        kv_cache_memory_bytes=pool.kv_cache_memory_bytes,
+        kv_pool_reason=pool.reason,
+        problems=_problems(profile, report),
+    )
+
+
+def machine_key(devices: tuple[Device, ...]) -> str:
+    """Return what identifies the GPUs that boots are recorded for."""
+    return "+".join(sorted(device.uuid for device in devices))
+
+
+def card_of(profile: Profile, devices: tuple[Device, ...], card: str | None) -> Card:
+    """Return the card to plan for: the one asked for, else the selected one, else the profile's.
+
+    Raises:
+        FitError: the card asked for is neither a known name nor a size.
+    """
+    assert profile.gpu is not None
+    major, minor = profile.gpu.compute_capability.split(".")
+    if card is not None:
+        return card_from_name_or_size(card, (int(major), int(minor)))
+    known = [device for device in devices if device.total_mib is not None and device.free_mib is not None]
+    if not known or len(known) < len(devices):
+        return card_from_name_or_size(profile.gpu.card, (int(major), int(minor)))
+    # The rank with the least memory decides for all.
+    smallest = min(known, key=lambda device: device.total_mib or 0)
+    return card_from_nvml(
+        (smallest.total_mib or 0) * MIB,
+        None,
+        min(device.free_mib or 0 for device in known) * MIB,
+        smallest.compute_capability or (int(major), int(minor)),
+        smallest.name or smallest.uuid,
+    )
+
+
+def settings_of(profile: Profile, speculation: Speculation | None, is_safe_mode: bool) -> Settings:
+    """Return the profile's values as the memory model takes them; `auto` requests start from one."""
+    serve = profile.serve
+    assert serve.gpu_memory_utilization is not None
+    return Settings(
+        kv_cache_dtype=serve.kv_cache_dtype,
+        max_num_batched_tokens=serve.max_num_batched_tokens,
+        max_num_seqs=serve.max_num_seqs if isinstance(serve.max_num_seqs, int) else 1,
+        gpu_memory_utilization=serve.gpu_memory_utilization,
+        tensor_parallel_size=serve.tensor_parallel_size,
+        num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
+        speculative_method=speculation.method if speculation else "mtp",
+        prefix_caching=serve.prefix_caching,
+        max_model_len=serve.max_model_len if isinstance(serve.max_model_len, int) else None,
+        language_model_only=serve.language_model_only,
+        cudagraph_mode="PIECEWISE" if is_safe_mode else "FULL_AND_PIECEWISE",
+    )
+
+
+def listed_weights(model: Model, geometry: Geometry) -> Weights | None:
+    """Return the sizes that the model's YAML lists; None where it lists none."""
+    if model.weights is None:
+        return None
+    sizes = model.weights
+    return weights_from_sizes(
+        geometry,
+        round(sizes.total_gib * GIB),
+        f"{model.source}: {sizes.source}",
+        None if sizes.vision_gib is None else round(sizes.vision_gib * GIB),
+        None if sizes.mtp_gib is None else round(sizes.mtp_gib * GIB),
+    )
+
+
+def _sizes_unknown(model: Model) -> Problem:
+    return Problem(
+        cause="model-geometry-unknown",
+        severity="warn",
+        message=f"{model.name}: the size of its weights is not known before its files are here",
+        remedy="Nothing: `up` fetches them first and plans again.",
+    )
+
+
+def _calibrated(request: FitRequest, model: Model, devices: tuple[Device, ...], inputs: MemoryInputs) -> FitRequest:
+    if not devices:
+        return request
+    key = configuration_key(model.name, request.vllm_version, request.settings)
+    predicted = fit(request).available_bytes
+    return replace(request, calibration=calibration(inputs.boots, machine_key(devices), key, predicted))
+
+
+def _with_requests(request: FitRequest, profile: Profile, is_safe_mode: bool) -> FitReport:
+    """Fit with as many requests as hold the whole context at once, unless the profile says how many."""
+    report = fit(request)
+    if isinstance(profile.serve.max_num_seqs, int) or is_safe_mode or not report.context_tokens:
+        return report
+    for requests in range(MOST_REQUESTS, 1, -1):
+        settings = replace(request.settings, max_num_seqs=requests, max_model_len=report.context_tokens)
+        more = fit(replace(request, settings=settings))
+        if more.running_requests >= requests and more.verdict.value == report.verdict.value:
+            return more
+    return report
+
+
+def _advised(profile: Profile, advice: Advice) -> Profile:
+    changed = {change.setting: change.after for change in advice.changes}
+    origins = {**profile.origins, **{f"serve.{name}": "--advise" for name in changed}}
+    return profile.model_copy(update={"serve": profile.serve.model_copy(update=changed), "origins": origins})
+
+
+def _context_reason(profile: Profile, report: FitReport) -> str:
+    verdict = report.verdict
+    if isinstance(profile.serve.max_model_len, int):
+        return f"the profile's own: {verdict.value}, {verdict.decided_by}"
+    return f"the longest advisable context: {verdict.value}, {verdict.decided_by}"
+
+
+def _requests_reason(profile: Profile, report: FitReport, is_safe_mode: bool) -> str:
+    if isinstance(profile.serve.max_num_seqs, int):
+        return f"the profile's own; {report.running_requests} hold the whole context at once"
+    if is_safe_mode:
+        return "safe mode: one request at a time"
+    return "as many as hold the whole context at once; write serve.max_num_seqs for more and shorter ones"
+
+
+def _problems(profile: Profile, report: FitReport) -> tuple[Problem, ...]:
+    found = [Problem.model_validate({**asdict(blocker), "severity": "refuse"}) for blocker in report.blockers]
+    if report.verdict.value == "NO" and not found:
+        longest = report.advisable_context_tokens
+        found.append(
+            Problem(
+                cause="kv-cache-too-small" if report.physical_slack_bytes >= 0 else "serving-oom",
+                severity="refuse",
+                message=f"{report.context_tokens} tokens: {report.verdict.decided_by}",
+                remedy=f"Write serve.max_model_len: {longest}."
+                if longest
+                else "No context is advisable: `graft plan` lists the changes that make one.",
+            )
+        )
+    return tuple(found)
+
+
+_CAUSES: dict[str, Cause] = {
+    "tensor-parallel-cards": "gpu-too-few",
+    "tensor-parallel-heads": "gpu-too-few",
+    "context-above-model": "context-too-long",
+}
+"""Causes of the memory model's rules; all others are about the KV cache's format."""
+
+
+def _refused(error: FitRefused) -> tuple[Problem, ...]:
+    return tuple(
+        Problem(
+            cause=_CAUSES.get(one.rule, "kv-cache-dtype-unsupported"),
+            severity="refuse",
+            message=f"{one.message} ({one.rule})",
+            remedy=one.remedy,
+        )
+        for one in error.refusals
+    )
+
+
+def _unplanned(profile: Profile, problems: tuple[Problem, ...]) -> MemoryPlan:
+    serve = profile.serve
+    return MemoryPlan(
+        profile=profile,
+        report=None,
+        advice=None,
+        max_model_len=serve.max_model_len if isinstance(serve.max_model_len, int) else None,
+        max_model_len_reason="the profile's own" if isinstance(serve.max_model_len, int) else "vLLM takes what fits",
+        max_num_seqs=serve.max_num_seqs if isinstance(serve.max_num_seqs, int) else 1,
+        max_num_seqs_reason="the profile's own" if isinstance(serve.max_num_seqs, int) else "one is always safe",
+        kv_cache_memory_bytes=None,
+        kv_pool_reason="",
+        problems=problems,
+    )
