@@ -41,8 +41,8 @@ class Pin(BaseModel):
 
     @property
     def reference(self) -> str:
-        """What to pull and to build from: with the digest where there is one."""
-        return self.base if self.digest is None else f"{self.base}@{self.digest}"
+        """What to pull and to build from: the digest where it is known, since a tag can come to name another image."""
+        return self.base if self.digest is None else f"{self.base.rpartition(':')[0]}@{self.digest}"
 
     def image(self) -> Image:
         """Return the pin as the plan holds it."""

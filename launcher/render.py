@@ -1,0 +1,245 @@
+"""From a plan to the files of its service: the same plan and the same surroundings give the same bytes. Pure."""
+
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+
+from launcher.composefile import (
+    BindOptions,
+    Build,
+    ComposeFile,
+    Dependency,
+    Deploy,
+    GpuRequest,
+    Healthcheck,
+    Logging,
+    Mount,
+    Port,
+    Reservations,
+    Resources,
+    SecretFile,
+    Service,
+    Volume,
+)
+from launcher.plan import Image, Plan
+from launcher.state import CHECKOUT
+
+USER = "2000:0"
+"""The user that the vllm/vllm-openai image prepares."""
+SERVICE = "vllm"
+CONTAINER_PORT = 8000
+CACHE = "/cache"
+CACHES = {
+    "HOME": CACHE,
+    "HF_HOME": f"{CACHE}/huggingface",
+    "VLLM_CACHE_ROOT": f"{CACHE}/vllm",
+    "TRITON_CACHE_DIR": f"{CACHE}/triton",
+    "TORCHINDUCTOR_CACHE_DIR": f"{CACHE}/inductor",
+    "FLASHINFER_WORKSPACE_BASE": f"{CACHE}/flashinfer",
+    "NUMBA_CACHE_DIR": f"{CACHE}/numba",
+}
+"""Everything that the server writes besides /tmp."""
+ENTRYPOINT_FILE = "/run/graft/entrypoint.sh"
+FACTS_FILE = "/run/graft/facts.json"
+REPORTS_DIR = "/run/graft-reports"
+SECRETS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
+"""Files of the secrets folder, and the variables that the entrypoint exports from them."""
+START_INTERVAL_API = (1, 44)
+"""Docker Engine API that first knows a health check's start_interval."""
+SHM_SIZE = "8gb"
+"""Ceiling of /dev/shm, where NCCL's segments and vLLM's 160 MiB broadcast buffer lie: Docker's 64 MiB are too few."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the files need beside the plan: where things lie, and what this container engine can do."""
+
+    root: Path
+    """Folder that the files are written to."""
+    model_dir: Path
+    image: str
+    """Tag of the image that is built."""
+    wheel: str
+    """File name of the vllm-graft wheel in the folder `image`."""
+    secrets: tuple[str, ...] = ()
+    """Names of `SECRETS` whose files are in the folder `secrets`."""
+    engine: Literal["docker", "podman"] = "docker"
+    engine_api: str | None = None
+    """API version of the Docker Engine, such as "1.44"; None: unknown, only what every engine knows is used."""
+
+
+def project_name(profile: str) -> str:
+    """Return the Compose project, and the server's container, of a profile."""
+    return f"graft-{profile.replace('.', '-')}"
+
+
+def run(plan: Plan, around: Surroundings | None = None) -> dict[str, str]:
+    """Return the text of every file by its path relative to the service's folder.
+
+    Args:
+        around: needed for the Docker runtime only.
+    """
+    files = {
+        "plan.json": plan.model_dump_json(indent=2) + "\n",
+        "facts.json": json.dumps(plan.facts, indent=2, sort_keys=True) + "\n",
+    }
+    if plan.runtime == "host":
+        return files
+    if plan.image is None or around is None:
+        raise ValueError("a plan for Docker has an image, and its files name the folders around them")
+    heading = f"Rendered by graft from the profile {plan.profile}: change that one, this file is written again."
+    return {
+        "compose.yaml": compose_file(plan, around).to_yaml(heading),
+        "entrypoint.sh": entrypoint(plan, heading),
+        "image/Dockerfile": dockerfile(plan.image, around.wheel),
+        "image/manifest.py": manifest_script(),
+        **files,
+    }
+
+
+def entrypoint(plan: Plan, heading: str) -> str:
+    """Return the script that reads the secrets and becomes `vllm serve`."""
+    serve = ("vllm", "serve", f"/models/{plan.model}", "--host", "0.0.0.0", "--port", str(CONTAINER_PORT))
+    return _template("compose/entrypoint.sh.j2").render(heading=heading, secrets=SECRETS, argv=(*serve, *plan.argv()))
+
+
+def dockerfile(image: Image, wheel: str) -> str:
+    """Return the Dockerfile that adds the wheel to the pinned base and proves its fixes."""
+    return _template("images/Dockerfile.j2").render(image=image, wheel=wheel, user=USER)
+
+
+def manifest_script() -> str:
+    """Return the script that writes the manifest inside the image build."""
+    return (CHECKOUT / "images" / "manifest.py").read_text(encoding="utf-8")
+
+
+def compose_file(plan: Plan, around: Surroundings) -> ComposeFile:
+    """Return the Compose document of a plan for Docker."""
+    name = project_name(plan.profile)
+    return ComposeFile(
+        name=name,
+        services={"cache": _cache_service(around), SERVICE: _server(plan, around, name)},
+        volumes={"cache": Volume(name=f"{name}-cache-{cache_key(plan, around)}")},
+        secrets={secret: SecretFile(file=f"./secrets/{secret}") for secret in around.secrets},
+    )
+
+
+def cache_key(plan: Plan, around: Surroundings) -> str:
+    """Return what a compile cache depends on, as 12 hex digits: image, compute capabilities, fixes switched off."""
+    capabilities = sorted({gpu.compute_capability for gpu in plan.gpus if gpu.compute_capability})
+    parts = [around.image, repr(capabilities), *sorted(plan.disabled_fixes)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _server(plan: Plan, around: Surroundings, name: str) -> Service:
+    return Service(
+        image=around.image,
+        build=Build(context="./image"),
+        container_name=name,
+        depends_on={"cache": Dependency(condition="service_completed_successfully")},
+        entrypoint=("/bin/sh", ENTRYPOINT_FILE),
+        environment=_environment(plan),
+        secrets=around.secrets,
+        user=USER,
+        init=True,
+        ports=(Port(target=CONTAINER_PORT, published=str(plan.port), host_ip=plan.host),),
+        volumes=(
+            _bind(_model_source(around), f"/models/{plan.model}"),
+            _bind("./entrypoint.sh", ENTRYPOINT_FILE),
+            _bind("./facts.json", FACTS_FILE),
+            Mount(type="volume", source="cache", target=CACHE),
+        ),
+        # Compilers leave programs and libraries in /tmp and run them.
+        tmpfs=("/tmp:exec,mode=1777", f"{REPORTS_DIR}:mode=1777,size=16m"),
+        shm_size=SHM_SIZE,
+        devices=_cdi_devices(plan) if plan.gpu_mode == "cdi" else (),
+        deploy=_gpu_request(plan) if plan.gpu_mode == "nvidia" else None,
+        healthcheck=_healthcheck(around),
+        restart="on-failure:3",
+        stop_grace_period="60s",
+        logging=Logging(options={"max-size": "50m", "max-file": "3"}) if around.engine == "docker" else None,
+        labels={"graft.profile": plan.profile, "graft.model": plan.model, "graft.run-id": plan.run_id},
+    )
+
+
+def _cache_service(around: Surroundings) -> Service:
+    # A new volume belongs to root. CHOWN is the one capability that giving it away needs.
+    return Service(
+        image=around.image,
+        pull_policy="never",
+        entrypoint=("/bin/chown", USER, CACHE),
+        user="0:0",
+        cap_add=("CHOWN",),
+        network_mode="none",
+        volumes=(Mount(type="volume", source="cache", target=CACHE),),
+        restart="no",
+    )
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    graft = {"GRAFT_FACTS": FACTS_FILE, "GRAFT_REPORTS": REPORTS_DIR}
+    if plan.required_fixes:
+        graft["GRAFT_REQUIRE"] = ",".join(plan.required_fixes)
+    if plan.disabled_fixes:
+        graft["GRAFT_DISABLE"] = ",".join(plan.disabled_fixes)
+    return {**CACHES, **{variable.name: variable.value for variable in plan.environment}, **graft}
+
+
+def _bind(source: str, target: str) -> Mount:
+    return Mount(type="bind", source=source, target=target, read_only=True, bind=BindOptions(create_host_path=False))
+
+
+def _model_source(around: Surroundings) -> str:
+    # Relative where the state folder holds the model too: both can then be moved together.
+    state = around.root.parent
+    if around.model_dir.is_relative_to(state):
+        return f"../{around.model_dir.relative_to(state).as_posix()}"
+    return str(around.model_dir)
+
+
+def _gpu_request(plan: Plan) -> Deploy:
+    uuids = tuple(gpu.uuid for gpu in plan.gpus)
+    # Planned on a machine without the cards: as many as the plan needs, since there is nothing to name yet.
+    request = GpuRequest(device_ids=uuids) if uuids else GpuRequest(count=plan.tensor_parallel_size)
+    return Deploy(resources=Resources(reservations=Reservations(devices=(request,))))
+
+
+def _cdi_devices(plan: Plan) -> tuple[str, ...]:
+    return tuple(f"nvidia.com/gpu={gpu.uuid}" for gpu in plan.gpus) or ("nvidia.com/gpu=all",)
+
+
+def _healthcheck(around: Surroundings) -> Healthcheck:
+    url = f"http://127.0.0.1:{CONTAINER_PORT}/health"
+    return Healthcheck(
+        test=("CMD", "curl", "--fail", "--silent", "--output", "/dev/null", "--max-time", "5", url),
+        interval="10s",
+        timeout="10s",
+        retries=3,
+        start_period="1800s",
+        start_interval="2s" if _knows_start_interval(around) else None,
+    )
+
+
+def _knows_start_interval(around: Surroundings) -> bool:
+    if around.engine != "docker" or around.engine_api is None:
+        return False
+    return tuple(int(part) for part in around.engine_api.split(".")) >= START_INTERVAL_API
+
+
+def _template(path: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(CHECKOUT),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+    )
+    environment.filters["quoted"] = shlex.quote
+    environment.filters["joined"] = shlex.join
+    return environment.get_template(path)
