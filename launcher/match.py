@@ -10,8 +10,8 @@ from launcher.profile import GpuSetup, Profile
 # Without these there is no NVIDIA GPU to speak of; any other NVML error is a GPU that cannot be reached.
 _NO_GPU_ERRORS = ("NVML Shared Library Not Found", "Driver Not Loaded")
 
-# Above the sum of all differences between a profile and a GPU.
-_NO_GPU_DISTANCE = 16
+# Difference in compute capability (8.6 and 8.9: 3), in MiB of memory, in number of GPUs; compared in this order.
+Distance = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Match:
     """What fits, or everything that does not."""
     gpus: tuple[str, ...]
     """UUIDs of the GPUs that it would use; empty where it is not compatible or needs none."""
-    distance: int = 0
-    """How far the machine is from it: 0 where it suits, another compute capability counting most."""
+    distance: Distance = (0, 0, 0)
+    """How far this machine is from it; all zero where it suits."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _match(profile: Profile, nvml: Nvml) -> Match:
         return Match(profile, True, ("needs no GPU",), ())
     available = devices(nvml)
     if not available:
-        return Match(profile, False, (_no_gpu_reason(nvml),), (), distance=_NO_GPU_DISTANCE)
+        return Match(profile, False, (_no_gpu_reason(nvml),), (), distance=(0, 0, setup.count))
     chosen = _named(setup, available) if setup.uuids else best(available, setup.count, lambda one: _rank(one, setup))
     reasons, distance = _differences(setup, chosen)
     if reasons:
@@ -83,23 +83,35 @@ def _match(profile: Profile, nvml: Nvml) -> Match:
     return Match(profile, True, (f"{_described(chosen)}",), uuids)
 
 
-def _differences(setup: GpuSetup, chosen: Sequence[Device]) -> tuple[tuple[str, ...], int]:
-    """Return what does not suit and how far that is: another architecture counts most, another number least."""
+def _differences(setup: GpuSetup, chosen: Sequence[Device]) -> tuple[tuple[str, ...], Distance]:
     fitting = [one for one in chosen if _has_capability(one, setup) and _has_memory(one, setup)]
     if fitting or not chosen:
         # Some are right, so what is wrong is their number.
         reasons = _number_reasons(setup, fitting)
-        return reasons, len(reasons)
+        return reasons, (0, 0, len(reasons))
     wrong = [one for one in chosen if not _has_capability(one, setup)]
     small = [one for one in chosen if (one.total_mib or setup.min_memory_mib) < setup.min_memory_mib]
     large = [one for one in chosen if (one.total_mib or 0) > setup.max_memory_mib]
     found = (
-        (8, wrong, f"compute capability {_capabilities(wrong)}; it is made for {setup.compute_capability}"),
-        (4, small, f"{_sizes(small)} of memory; at least {setup.min_memory_mib} MiB needed"),
-        (2, large, f"{_sizes(large)} of memory; its numbers are made for at most {setup.max_memory_mib} MiB"),
+        (wrong, f"compute capability {_capabilities(wrong)}; it is made for {setup.compute_capability}"),
+        (small, f"{_sizes(small)} of memory; at least {setup.min_memory_mib} MiB needed"),
+        (large, f"{_sizes(large)} of memory; its numbers are made for at most {setup.max_memory_mib} MiB"),
     )
-    reasons = (*(text for _, ones, text in found if ones), *_number_reasons(setup, chosen))
-    return reasons, sum(weight for weight, ones, _ in found if ones) + len(_number_reasons(setup, chosen))
+    number_reasons = _number_reasons(setup, chosen)
+    reasons = (*(text for ones, text in found if ones), *number_reasons)
+    return reasons, (_capability_gap(setup, wrong), _memory_gap_mib(setup, small, large), len(number_reasons))
+
+
+def _capability_gap(setup: GpuSetup, wrong: Sequence[Device]) -> int:
+    major, minor = _capability(setup)
+    own = [one.compute_capability for one in wrong if one.compute_capability is not None]
+    return max((abs(10 * (one[0] - major) + one[1] - minor) for one in own), default=0)
+
+
+def _memory_gap_mib(setup: GpuSetup, small: Sequence[Device], large: Sequence[Device]) -> int:
+    missing = (setup.min_memory_mib - one.total_mib for one in small if one.total_mib is not None)
+    excess = (one.total_mib - setup.max_memory_mib for one in large if one.total_mib is not None)
+    return max((*missing, *excess), default=0)
 
 
 def _has_capability(device: Device, setup: GpuSetup) -> bool:

@@ -12,7 +12,6 @@ from launcher.host.facts import HostFacts
 
 _T = TypeVar("_T", bound=BaseModel)
 
-# A report carries them beside facts and plan; nothing here reads them.
 _WRAPPER_KEYS = ("facts", "plan")
 
 
@@ -26,13 +25,13 @@ def facts_from_file(path: Path) -> tuple[HostFacts, Demand | None]:
     """
     document = _document(path)
     if "facts" not in document:
-        return _validated(HostFacts, document, path, ""), None
+        return _validated(HostFacts, document, path, ()), None
     unknown = [str(key) for key in document if key not in _WRAPPER_KEYS]
     if unknown:
         raise UsageError(f"{path}: {unknown[0]}: no such key; there are {' and '.join(_WRAPPER_KEYS)}")
-    facts = _validated(HostFacts, document["facts"], path, "facts.")
+    facts = _validated(HostFacts, document["facts"], path, ("facts",))
     plan = document.get("plan")
-    return facts, None if plan is None else _validated(Demand, plan, path, "plan.")
+    return facts, None if plan is None else _validated(Demand, plan, path, ("plan",))
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -48,20 +47,23 @@ def _document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _validated(kind: type[_T], value: Any, path: Path, prefix: str) -> _T:
+def _validated(kind: type[_T], value: Any, path: Path, prefix: tuple[str, ...]) -> _T:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        lines = (_explain(f"{path}: {prefix}", kind, item) for item in error.errors())
-        raise UsageError("\n".join(lines)) from error
+        lines = (_explain(prefix, kind, item) for item in error.errors())
+        raise UsageError("\n".join(f"{path}: {line}" for line in lines)) from error
 
 
-def _explain(start: str, kind: type[BaseModel], item: Any) -> str:
-    where = start + ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        known = f"; at the top there are {', '.join(kind.model_fields)}" if len(item["loc"]) == 1 else "; remove it"
-        return f"{where}: no such key{known}"
-    if item["type"] == "missing":
-        return f"{where}: missing; add it"
-    message = item["msg"]
-    return f"{where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}"
+def _explain(prefix: tuple[str, ...], kind: type[BaseModel], item: Any) -> str:
+    where = ".".join(str(part) for part in (*prefix, *item["loc"]))
+    match item["type"]:
+        case "extra_forbidden" if len(item["loc"]) == 1:
+            return f"{where}: no such key; there are {', '.join(kind.model_fields)}"
+        case "extra_forbidden":
+            return f"{where}: no such key; remove it"
+        case "missing":
+            return f"{where}: missing; add it"
+        case "model_type":
+            return f"{where}: got {item['input']!r}; a mapping is needed"
+    return f"{where}: got {item['input']!r}; {item['msg'][:1].lower()}{item['msg'][1:]}"

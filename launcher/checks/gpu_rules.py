@@ -89,7 +89,7 @@ def driver_is_new_enough(case: Case) -> Iterator[Problem]:
 
 def cards_are_readable(case: Case) -> Iterator[Problem]:
     """No card that the start needs has fallen off the bus."""
-    spare = len(case.available) >= case.demand.tensor_parallel_size and not case.demand.gpus_asked
+    spare = len(case.selected) >= case.demand.tensor_parallel_size
     for gpu in case.facts.nvml.gpus:
         if gpu.error is None:
             continue
