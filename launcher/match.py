@@ -161,10 +161,12 @@ def _why(first: Match, others: Sequence[Match]) -> str:
 
 
 def _preference(one: Match) -> tuple[object, ...]:
-    """The GPUs named first, then most GPUs, then the memory range that fits most closely."""
+    """The GPUs named first, then most GPUs, the newest architecture, the memory range that fits most closely."""
     setup = one.profile.gpu
     assert setup is not None
-    return (not setup.uuids, -setup.count, setup.max_memory_mib - setup.min_memory_mib, one.profile.name)
+    major, minor = _capability(setup)
+    width_mib = setup.max_memory_mib - setup.min_memory_mib
+    return (not setup.uuids, -setup.count, -major, -minor, width_mib, one.profile.name)
 
 
 def _no_gpu_reason(nvml: Nvml) -> str:

@@ -115,6 +115,7 @@ def test_one_card_of_a_kind_and_one_of_another_are_no_pair() -> None:
     facts = host(gpu(), gpu(1, compute_capability=(8, 9), total_mib=24564))
     assert only(RTX3090_X2, facts).reasons == ("1 GPU(s) of the kind; it needs 2",)
     assert {name for name, suits in compatible(facts).items() if suits} == {"cpu", "rtx3090", "rtx4090"}
+    assert chosen(facts).profile == RTX4090
 
 
 def test_among_equals_the_narrower_memory_range_is_taken() -> None:
