@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import sys
@@ -27,10 +26,7 @@ from vllm_graft.facts import (
 )
 from vllm_graft.fixes import FIXES
 from vllm_graft.patch import Outcome, Patch, Process
-from vllm_graft.report import FixReport, ProcessReport, is_trouble, ordered_roles, summary, write_file, write_line
-
-# A child of vLLM's logger: it inherits handlers and level, and needs no import of vLLM.
-logger = logging.getLogger("vllm.graft")
+from vllm_graft.report import FixReport, ProcessReport, ordered_roles, summary, to_line, write_file, write_lines
 
 _FORKED = ("EngineCore", "VllmWorker", "ApiServer")
 
@@ -140,18 +136,13 @@ class Plugin:
         )
 
     def _publish(self, report: ProcessReport, settings: Settings | None) -> None:
-        level = logging.WARNING if report.error or any(map(is_trouble, report.fixes)) else logging.INFO
-        logger.log(level, "vllm_graft: %s", report.error or summary(report.fixes))
-        try:
-            write_line(report)
-        except OSError as error:
-            logger.warning("vllm_graft: the report cannot be written to standard error: %s", error)
-        if settings is None or settings.reports is None:
-            return
-        try:
-            write_file(report, settings.reports)
-        except OSError as error:
-            logger.warning("vllm_graft: GRAFT_REPORTS=%s: %s; the log has the report", settings.reports, error)
+        lines = [summary(report), to_line(report)]
+        if settings is not None and settings.reports is not None:
+            try:
+                write_file(report, settings.reports)
+            except OSError as error:
+                lines.append(f"vllm_graft: GRAFT_REPORTS={settings.reports}: {error}; the log has the report")
+        write_lines(lines)
 
 
 PLUGIN = Plugin(FIXES, os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -15,6 +16,7 @@ from vllm_graft.records import RecordError, from_json, to_json
 
 PREFIX = "GRAFT-REPORT "
 _ORDER = tuple(Process)
+_STANDARD_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -110,24 +112,24 @@ def write_file(report: ProcessReport, directory: Path) -> Path:
     return path
 
 
-def write_line(report: ProcessReport, descriptor: int = 2) -> None:
-    """Write the log line past Python's streams and logging, so that no logging configuration can drop or break it.
+def write_lines(lines: Sequence[str]) -> None:
+    """Write to standard error past Python's streams and logging.
 
-    Raises:
-        OSError: the descriptor is closed.
-
+    vLLM's API server calls plugins before it configures logging, and its users may log nothing, to a file, or as JSON.
     """
-    rest = (to_line(report) + "\n").encode()
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    rest = "".join(f"{line}\n" for line in lines).encode()
+    # A server may run without a log; who needs the report counts a process without one as missing.
+    with contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(_STANDARD_ERROR, rest) :]
 
 
-def summary(fixes: Sequence[FixReport]) -> str:
+def summary(report: ProcessReport) -> str:
     """The line for people: how many fixes are in, which, and what else deserves a look."""
-    applied = [fix.id for fix in fixes if fix.outcome is Outcome.APPLIED]
+    applied = [fix.id for fix in report.fixes if fix.outcome is Outcome.APPLIED]
     parts = [f"patches applied: {len(applied)}" + (f" ({', '.join(applied)})" if applied else "")]
-    parts += [f"{fix.id}: {fix.outcome} ({fix.reason})" for fix in fixes if is_trouble(fix)]
-    return "; ".join(parts)
+    parts += [f"{fix.id}: {fix.outcome} ({fix.reason})" for fix in report.fixes if is_trouble(fix)]
+    return f"vllm_graft ({report.process} pid={report.pid}): {report.error or '; '.join(parts)}"
 
 
 def is_trouble(fix: FixReport) -> bool:
@@ -135,12 +137,16 @@ def is_trouble(fix: FixReport) -> bool:
     return fix.outcome in (Outcome.PENDING, Outcome.DRIFTED, Outcome.FAILED)
 
 
-def expected_processes(tensor_parallel_size: int) -> tuple[frozenset[Process], ...]:
-    """The processes that a server on one host starts, each with its roles; one GPU has core and worker in one."""
+def expected_processes(tensor_parallel_size: int, *, cpu: bool) -> tuple[frozenset[Process], ...]:
+    """The processes that a server on one host starts, each with its roles.
+
+    One GPU has core and worker in one process; on a CPU vLLM starts a worker beside the core even so
+    (`vllm/platforms/cpu.py`, for OpenMP's sake).
+    """
     api, core, worker = (frozenset({role}) for role in (Process.API_SERVER, Process.ENGINE_CORE, Process.WORKER))
-    if tensor_parallel_size == 1:
-        return (api, core | worker)
-    return (api, core) + (worker,) * tensor_parallel_size
+    if tensor_parallel_size > 1:
+        return (api, core) + (worker,) * tensor_parallel_size
+    return (api, core | worker) + (worker,) * cpu
 
 
 def problems(

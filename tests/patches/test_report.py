@@ -2,6 +2,8 @@
 
 import json
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ from vllm_graft.report import (
     summary,
     to_line,
     write_file,
-    write_line,
+    write_lines,
 )
 
 API, CORE, WORKER = Process.API_SERVER, Process.ENGINE_CORE, Process.WORKER
-ONE_GPU = expected_processes(1)
+ONE_GPU = expected_processes(1, cpu=False)
 
 
 def fix(outcome: Outcome = Outcome.APPLIED, **values: Any) -> FixReport:
@@ -77,9 +79,17 @@ def test_a_line_that_was_cut_off_or_is_foreign_is_no_report() -> None:
     assert parse_lines(log) == [GOOD_CORE]
 
 
-def test_the_line_is_written_to_the_descriptor_itself(capfd: pytest.CaptureFixture[str]) -> None:
-    write_line(GOOD_CORE)
-    assert parse_lines(capfd.readouterr().err) == [GOOD_CORE]
+def test_lines_are_written_past_pythons_streams(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    write_lines([to_line(GOOD_API), to_line(GOOD_CORE)])
+    assert parse_lines(capfd.readouterr().err) == [GOOD_API, GOOD_CORE]
+
+
+def test_a_server_without_standard_error_is_no_error() -> None:
+    program = "import os; os.close(2); from vllm_graft.report import write_lines; write_lines(['line'])"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_dozen_fixes_fit_into_one_atomic_write_to_a_pipe() -> None:
@@ -110,26 +120,38 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_the_line_for_people_counts_and_names_trouble() -> None:
-    assert summary([]) == "patches applied: 0"
-    fixes = [fix(), fix(Outcome.DRIFTED, id="other", reason="it changed"), fix(Outcome.NOT_APPLICABLE, id="third")]
-    assert summary(fixes) == "patches applied: 1 (double-answer); other: drifted (it changed)"
+    who = "vllm_graft (EngineCore pid=2): "
+    assert summary(report(2, CORE, fixes=())) == who + "patches applied: 0"
+    fixes = (fix(), fix(Outcome.DRIFTED, id="other", reason="it changed"), fix(Outcome.NOT_APPLICABLE, id="third"))
+    expected = "patches applied: 1 (double-answer); other: drifted (it changed)"
+    assert summary(report(2, CORE, fixes=fixes)) == who + expected
+    assert summary(report(2, CORE, error="required fix x is not applied")) == who + "required fix x is not applied"
 
 
 def test_one_gpu_has_core_and_worker_in_one_process() -> None:
-    assert expected_processes(1) == (frozenset({API}), frozenset({CORE, WORKER}))
-    assert expected_processes(2) == (frozenset({API}), frozenset({CORE}), frozenset({WORKER}), frozenset({WORKER}))
+    assert expected_processes(1, cpu=False) == (frozenset({API}), frozenset({CORE, WORKER}))
+    assert expected_processes(2, cpu=False) == (
+        frozenset({API}),
+        frozenset({CORE}),
+        frozenset({WORKER}),
+        frozenset({WORKER}),
+    )
+
+
+def test_on_a_cpu_the_worker_is_a_process_beside_the_core() -> None:
+    assert expected_processes(1, cpu=True) == (*ONE_GPU, frozenset({WORKER}))
 
 
 def test_a_good_start_has_no_problem(judge: Callable[..., list[str]]) -> None:
     assert judge(GOOD_API, GOOD_CORE) == []
     worker = report(3, WORKER)
-    assert judge(GOOD_API, report(2, CORE), worker, report(4, WORKER), expected=expected_processes(2)) == []
+    assert judge(GOOD_API, report(2, CORE), worker, report(4, WORKER), expected=expected_processes(2, cpu=False)) == []
 
 
 def test_a_process_that_did_not_report_is_missing(judge: Callable[..., list[str]]) -> None:
     (problem,) = judge(GOOD_API)
     assert problem.startswith("engine-core and worker: 0 of 1 processes reported")
-    (problem,) = judge(GOOD_API, report(2, CORE), report(3, WORKER), expected=expected_processes(2))
+    (problem,) = judge(GOOD_API, report(2, CORE), report(3, WORKER), expected=expected_processes(2, cpu=False))
     assert problem.startswith("worker: 1 of 2 processes reported")
 
 
@@ -147,7 +169,7 @@ def test_a_required_fix_that_a_process_does_not_know_is_a_problem(judge: Callabl
 
 def test_processes_that_disagree_are_a_problem_even_for_an_optional_fix(judge: Callable[..., list[str]]) -> None:
     workers = [report(3, WORKER), report(4, WORKER, fixes=(fix(Outcome.DRIFTED, fingerprint="1" * 16),))]
-    found = judge(GOOD_API, report(2, CORE), *workers, required=False, expected=expected_processes(2))
+    found = judge(GOOD_API, report(2, CORE), *workers, required=False, expected=expected_processes(2, cpu=False))
     assert found == ["double-answer: processes disagree: applied in pid 2, 3; drifted in pid 4"]
     (problem,) = judge(GOOD_API, report(2, CORE, WORKER, vllm="1.1"))
     assert problem.startswith("processes disagree on versions: vLLM 1.0")

@@ -1,0 +1,79 @@
+"""Run by test_contract.py with the Python of a vLLM environment: holds each fix to the contract, in both import orders.
+
+Prints {order: {fix: {check: problem}}} as JSON; an empty problem is a check that held.
+"""
+
+import importlib
+import inspect
+import json
+import sys
+from typing import Any
+
+from vllm_graft.decide import affects
+from vllm_graft.engine import Attempt, Engine, resolve, signature_problem, stale_copies
+from vllm_graft.facts import vllm_version
+from vllm_graft.fixes import FIXES
+from vllm_graft.patch import Outcome, Patch
+
+ORDERS = ("target imported after the plugin", "target imported before the plugin")
+
+
+def import_targets(patch: Patch) -> None:
+    for path in (patch.target.path, *patch.target.also, *patch.target.reads):
+        importlib.import_module(path.partition(":")[0])
+
+
+def current(patch: Patch) -> Any:
+    return patch.extension.current() if patch.extension else resolve(patch.target.path).value
+
+
+def check(patch: Patch, engine: Engine, vllm: str, attempt: Attempt) -> dict[str, str]:
+    found = {"fingerprint is known": "" if attempt.outcome is not Outcome.DRIFTED else attempt.reason}
+    found["applies"] = "" if attempt.outcome is Outcome.APPLIED else f"{attempt.outcome}: {attempt.reason}"
+    if attempt.outcome is not Outcome.APPLIED:
+        return found
+    import_targets(patch)
+    applied = engine.applied(patch.id)
+    engine.apply(patch, vllm)
+    found["apply twice is apply once"] = "" if current(patch) is applied.replacement else "bound again"
+    found["caller reaches it"] = "" if patch.reached() is applied.replacement else f"got {patch.reached()}"
+    stale = [] if patch.extension else list(stale_copies(applied))
+    found["no stale alias"] = ", ".join(stale)
+    shape_problem = signature_problem if inspect.isfunction(applied.original) else subclass_problem
+    found["signature is kept"] = shape_problem(applied.original, applied.replacement)
+    return found
+
+
+def subclass_problem(original: Any, replacement: Any) -> str:
+    if not inspect.isclass(original):
+        return ""
+    for name, method in vars(replacement).items():
+        stock = inspect.getattr_static(original, name, None)
+        plain, stock_plain = getattr(method, "__func__", method), getattr(stock, "__func__", stock)
+        if inspect.isfunction(plain) and inspect.isfunction(stock_plain):
+            problem = signature_problem(stock_plain, plain)
+            if problem:
+                return f"{name}: {problem}"
+    return "" if issubclass(replacement, original) else "no subclass"
+
+
+def check_all() -> dict[str, dict[str, str]]:
+    vllm = vllm_version()
+    assert vllm is not None
+    engine, found = Engine(), {}
+    fixes = [patch for patch in FIXES if affects(patch, vllm)]
+    for patch in fixes:
+        found[patch.id] = check(patch, engine, vllm, engine.apply(patch, vllm))
+    for patch in reversed(fixes):
+        if patch.id in engine:
+            original = engine.applied(patch.id).original
+            engine.undo(patch.id)
+            found[patch.id]["undo restores the same object"] = "" if current(patch) is original else f"{current(patch)}"
+    return found
+
+
+if __name__ == "__main__":
+    early = sorted(name for name in sys.modules if name.partition(".")[0] in ("vllm", "torch"))
+    assert not early, f"imported before a fix was decided on: {early}"
+    # The second round finds all modules imported and, since every fix was undone, all targets as vLLM has them.
+    print(json.dumps({order: check_all() for order in ORDERS}))
