@@ -105,7 +105,11 @@ def run(plan: Plan, around: Surroundings | None = None) -> dict[str, str]:
 def entrypoint(plan: Plan, heading: str) -> str:
     """Return the script that reads the secrets and becomes `vllm serve`."""
     serve = ("vllm", "serve", f"/models/{plan.model}", "--host", "0.0.0.0", "--port", str(CONTAINER_PORT))
-    return _template("compose/entrypoint.sh.j2").render(heading=heading, secrets=SECRETS, argv=(*serve, *plan.argv()))
+    flags = [(flag.name,) if flag.value is None else (flag.name, flag.value) for flag in plan.flags]
+    line = shlex.join((*serve, *plan.argv()))
+    return _template("compose/entrypoint.sh.j2").render(
+        heading=heading, secrets=SECRETS, line=f"graft: exec {line}", serve=serve, flags=flags
+    )
 
 
 def dockerfile(image: Image, wheel: str) -> str:
@@ -147,6 +151,7 @@ def _server(plan: Plan, around: Surroundings, name: str) -> Service:
         secrets=around.secrets,
         user=USER,
         init=True,
+        security_opt=_security_options(around),
         ports=(Port(target=CONTAINER_PORT, published=str(plan.port), host_ip=plan.host),),
         volumes=(
             _bind(_model_source(around), f"/models/{plan.model}"),
@@ -179,6 +184,11 @@ def _cache_service(around: Surroundings) -> Service:
         volumes=(Mount(type="volume", source="cache", target=CACHE),),
         restart="no",
     )
+
+
+def _security_options(around: Surroundings) -> tuple[str, ...]:
+    # SELinux, which is on where Podman is at home, would keep the GPU's devices and the mounted folders away.
+    return ("no-new-privileges:true", *(("label=disable",) if around.engine == "podman" else ()))
 
 
 def _environment(plan: Plan) -> dict[str, str]:
@@ -215,13 +225,16 @@ def _cdi_devices(plan: Plan) -> tuple[str, ...]:
 
 def _healthcheck(around: Surroundings) -> Healthcheck:
     url = f"http://127.0.0.1:{CONTAINER_PORT}/health"
+    has_start_interval = _knows_start_interval(around)
     return Healthcheck(
         test=("CMD", "curl", "--fail", "--silent", "--output", "/dev/null", "--max-time", "5", url),
-        interval="10s",
+        # Older engines wait this long for each look at a start, too.
+        interval="30s" if has_start_interval else "10s",
         timeout="10s",
         retries=3,
         start_period="1800s",
-        start_interval="2s" if _knows_start_interval(around) else None,
+        # Each look costs the container some 0.1 s of CPU: more of them would make a hanging server look busy.
+        start_interval="5s" if has_start_interval else None,
     )
 
 

@@ -16,6 +16,7 @@ from launcher.errors import StartFailed
 from launcher.host.docker import connect, endpoint_in_use
 from launcher.plan import Plan
 from launcher.runtime import Health, RunState, Status, Work
+from launcher.runtime.host import local_address
 
 API_TIMEOUT_S = 5
 _STATUSES: dict[str, Status] = {
@@ -164,8 +165,7 @@ class ComposeService:
 
     @property
     def base_url(self) -> str:
-        host = "127.0.0.1" if self._host in ("0.0.0.0", "::") else self._host
-        return f"http://{host}:{self._port}"
+        return f"http://{local_address(self._host)}:{self._port}"
 
     def state(self) -> RunState:
         """Ask Docker for the container.

@@ -1,0 +1,71 @@
+"""The files of a service's folder: gathered for rendering, and written so that the container's user can read them."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher import render
+from launcher.host.facts import Docker
+from launcher.plan import Plan
+from launcher.state import ServiceState
+
+
+def service_files(plan: Plan, state: ServiceState, model_dir: Path, docker: Docker | None = None) -> dict[str, bytes]:
+    """Return every file by its path in the service's folder; for Docker the wheel that the image is built from too.
+
+    Args:
+        docker: the engine that the files are for; None: unknown, only what every engine knows is used.
+    """
+    if plan.runtime == "host" or plan.image is None:
+        return _encoded(render.run(plan))
+    # Imported late: the host runtime has no use for the parts that build an image.
+    from launcher.images.build import build_wheel, tag
+
+    wheel = build_wheel()
+    around = render.Surroundings(
+        root=state.root,
+        model_dir=model_dir,
+        image=tag(plan.image, wheel),
+        wheel=wheel.name,
+        secrets=tuple(name for name in render.SECRETS if (state.secrets_dir / name).is_file()),
+        engine=docker.flavor or "docker" if docker else "docker",
+        engine_api=docker.api if docker else None,
+    )
+    return {**_encoded(render.run(plan, around)), f"image/{wheel.name}": wheel.content}
+
+
+def write(root: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files, each as a whole or not at all; wheels of earlier renderings go."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(content)
+        # Whatever the umask: the container's user is none of this machine's.
+        partial.chmod(0o644)
+        partial.replace(path)
+    for wheel in (root / "image").glob("*.whl"):
+        if f"image/{wheel.name}" not in files:
+            wheel.unlink()
+
+
+def store_secret(state: ServiceState, name: str, value: str) -> None:
+    """Keep a secret of `render.SECRETS` for the service: readable inside the container, on this machine by its owner.
+
+    Compose mounts the file with the mode that it has here, and the folder keeps others out.
+    """
+    if name not in render.SECRETS:
+        raise ValueError(f"{name}: no such secret; there are {', '.join(render.SECRETS)}")
+    state.secrets_dir.mkdir(parents=True, exist_ok=True)
+    state.secrets_dir.chmod(0o700)
+    path = state.secrets_dir / name
+    partial = path.with_name(f".{name}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(value)
+    partial.chmod(0o444)
+    partial.replace(path)
+
+
+def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {name: text.encode() for name, text in files.items()}
