@@ -33,7 +33,8 @@ DOCKER_RULES: tuple[Rule, ...] = (machine_rules.docker_answers,)
 MACHINE_RULES: tuple[Rule, ...] = (
     machine_rules.packages_are_there,
     machine_rules.disk_suffices,
-    machine_rules.host_memory_suffices,
+    machine_rules.memory_holds_the_cpu_engine,
+    machine_rules.memory_passes_the_checkpoint,
     machine_rules.port_is_free,
     machine_rules.model_files_are_whole,
 )

@@ -115,6 +115,10 @@ class Packages(Fact):
     """The loader finds libnuma.so.1."""
     cxx_compiler: bool | None = None
     """The compiler that PyTorch's inductor would call is there: `$CXX`, else g++."""
+    python: str | None = None
+    """Version of the Python that the engine's environment is made from, such as "3.11"."""
+    python_headers: bool | None = None
+    """Python.h is there, which the code that inductor compiles includes."""
 
 
 class Listener(Fact):

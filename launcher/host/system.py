@@ -4,6 +4,8 @@ import ctypes
 import os
 import shutil
 import socket
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -70,7 +72,14 @@ def packages() -> Packages:
     except OSError:
         has_libnuma = False
     # The same choice as torch._inductor.config.cpp.cxx makes.
-    return Packages(libnuma=has_libnuma, cxx_compiler=shutil.which(os.environ.get("CXX", "g++")) is not None)
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return Packages(
+        libnuma=has_libnuma,
+        cxx_compiler=compiler is not None,
+        python=f"{sys.version_info.major}.{sys.version_info.minor}",
+        # Virtual environments share the include folder of the Python that they are made from.
+        python_headers=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
+    )
 
 
 def _can_bind(port: int) -> bool:

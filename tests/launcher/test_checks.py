@@ -350,6 +350,8 @@ class TestMachine:
             (Packages(libnuma=False, cxx_compiler=False), "sudo apt-get install libnuma1 g++"),
             (Packages(libnuma=True, cxx_compiler=False), "sudo apt-get install g++"),
             (Packages(libnuma=False, cxx_compiler=None), "sudo apt-get install libnuma1"),
+            (Packages(python="3.13", python_headers=False), "sudo apt-get install python3.13-dev"),
+            (Packages(cxx_compiler=False, python_headers=False), "sudo apt-get install g++ python3-dev"),
         ],
     )
     def test_missing_packages_are_one_problem_with_one_line(self, packages: Packages, line: str) -> None:
@@ -421,9 +423,21 @@ class TestMachine:
         assert causes(result) == ({"host-memory-low": "warn"} if is_told else {})
         assert mentions(said(result), ".wslconfig") is (is_told and "WSL" in kernel)
 
-    def test_a_cpu_engine_holds_model_and_cache_in_memory(self) -> None:
-        facts = host(proc=Proc(mem_available_gib=1.2))
-        assert causes(check(facts, CPU_DEMAND)) == {"host-memory-low": "refuse"}
+    @pytest.mark.parametrize(
+        ("available_gib", "found"),
+        [
+            (1.2, {"host-memory-low": "refuse"}),
+            (1.3, {"host-memory-low": "warn"}),
+            (3.1, {"host-memory-low": "warn"}),
+            (3.2, {}),
+            (None, {}),
+        ],
+    )
+    def test_a_cpu_engine_holds_model_and_cache_in_memory(
+        self, available_gib: float | None, found: dict[str, str]
+    ) -> None:
+        facts = host(proc=Proc(mem_total_gib=64, mem_available_gib=available_gib))
+        assert causes(check(facts, CPU_DEMAND)) == found
 
     def test_incomplete_files_are_named_up_to_five(self) -> None:
         files = tuple(IncompleteFile(path=f"shard-{n}", reason="missing") for n in range(7))

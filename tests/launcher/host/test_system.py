@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.host import system
-from launcher.host.facts import Listener, Packages, Proc
+from launcher.host.facts import Listener, Proc
 
 
 @pytest.fixture
@@ -104,4 +104,16 @@ def test_a_library_that_does_not_load_is_missing(monkeypatch: pytest.MonkeyPatch
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr("ctypes.CDLL", refuse)
-    assert system.packages() == Packages(libnuma=False, cxx_compiler=system.packages().cxx_compiler)
+    assert system.packages().libnuma is False
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_pythons_headers_are_looked_for_where_the_compiler_would(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    if is_there:
+        (tmp_path / "Python.h").touch()
+    found = system.packages()
+    assert found.python_headers is is_there
+    assert found.python == f"{sys.version_info.major}.{sys.version_info.minor}"
