@@ -72,8 +72,6 @@ def test_a_run_without_one_of_the_streams_is_refused() -> None:
 def record(tokens: tuple[int, ...], case: Case) -> spec_engine.Record:
     margins = (1.0,) * len(tokens) if case.method is None else ()
     streams: dict[str, tuple[Generated, ...]] = {"single": (Generated(tokens, margins),)}
-        "single": (Generated(tokens, (1.0,) * len(tokens) if case.method is None else ()),)
-    }
     speed = spec_engine.Speed(20.0, 100.0) if case.backend is Backend.FIXED else spec_engine.Speed(10.0, 40.0)
     return spec_engine.Record(
         streams=streams,
