@@ -8,7 +8,7 @@ from launcher.problems import Cause, Problem
 
 # What a desktop takes and gives back from one minute to the next; below it a start that fits now may not in a moment.
 TIGHT_MARGIN_MIB = 512
-# Engine 25.0: the first that hands CDI devices to containers (https://docs.docker.com/build/building/cdi/).
+# Engine 25.0 is the first that hands CDI devices to containers.
 CDI_API = (1, 44)
 # Peer access works, or NVML does not know.
 _NO_NEWS = ("OK", "U", None)

@@ -95,7 +95,8 @@ def memory_passes_the_checkpoint(case: Case) -> Iterator[Problem]:
     memory, demand = case.facts.proc, case.demand
     if not demand.needs_gpu or demand.model_gib is None or memory.mem_total_gib is None:
         return
-    # Under WSL each rank's loader pins what it reads, and CUDA reports host memory that ran out as a full GPU.
+    # Seen under WSL: 25 GiB, two ranks, 17.69 GiB; CUDA said out of memory with 14.71 GiB of the card free
+    # (https://github.com/noonghunna/club-3090/issues/32).
     loaders = demand.tensor_parallel_size if memory.is_wsl else 1
     if memory.mem_total_gib >= demand.model_gib * loaders:
         return
