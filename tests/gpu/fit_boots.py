@@ -45,7 +45,8 @@ from launcher.fit.calibration import compare, parse_boot_log  # noqa: E402
 from launcher.fit.geometry import geometry_from_config  # noqa: E402
 from launcher.fit.planner import FitReport, fit  # noqa: E402
 from launcher.fit.request import GIB, Card, CudagraphMode, FitRequest, Settings  # noqa: E402
-from launcher.fit.weights import Weights, weights_from_sizes  # noqa: E402
+from launcher.fit.shapes import weights_from_shapes  # noqa: E402
+from launcher.fit.weights import Weights  # noqa: E402
 
 SCHEMA = 1
 RESULT_PREFIX = "FIT_BOOT_RESULT "
@@ -100,7 +101,6 @@ INT4_CONFIG: dict[str, Any] = {
         *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")),
     ],
 }
-INT4_BYTES = 0.5 + 2 / 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,32 +133,14 @@ CASES = (
 )
 
 
-def linear_weights() -> tuple[int, int]:
-    """Weights of the 4-bit layers, and of the small GDN projections that stay in 16 bits."""
-    c = TEXT_CONFIG
-    hidden, head_dim = c["hidden_size"], c["head_dim"]
-    gdn_layers = c["layer_types"].count("linear_attention")
-    attention = hidden * head_dim * (3 * c["num_attention_heads"] + 2 * c["num_key_value_heads"])
-    mlp = 3 * hidden * c["intermediate_size"]
-    keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
-    values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
-    gdn = hidden * (2 * keys + 3 * values)
-    attention_layers = c["num_hidden_layers"] - gdn_layers
-    quantized = attention_layers * attention + gdn_layers * gdn + c["num_hidden_layers"] * mlp
-    return quantized, gdn_layers * hidden * 2 * c["linear_num_value_heads"]
+def model_config() -> dict[str, Any]:
+    """The config.json of the dummy checkpoint."""
+    return {**TEXT_CONFIG, "quantization_config": INT4_CONFIG}
 
 
 def checkpoint() -> Weights:
     """Sizes of the dummy checkpoint, from its shapes."""
-    c = TEXT_CONFIG
-    hidden = c["hidden_size"]
-    quantized, small = linear_weights()
-    mtp = 2 * hidden * hidden + 3 * hidden * c["intermediate_size"]
-    mtp += hidden * c["head_dim"] * (3 * c["num_attention_heads"] + 2 * c["num_key_value_heads"])
-    vocabulary = 2 * c["vocab_size"] * hidden
-    total = round(quantized * INT4_BYTES) + 2 * (small + mtp + vocabulary)
-    geometry = geometry_from_config(TEXT_CONFIG, "Qwen3.6-27B")
-    return weights_from_sizes(geometry, total, "shapes of the dummy checkpoint", mtp_bytes=2 * mtp)
+    return weights_from_shapes(model_config(), geometry_from_config(TEXT_CONFIG, "Qwen3.6-27B"), "Qwen3.6-27B")
 
 
 def prediction(case: Case) -> FitReport:
@@ -202,8 +184,7 @@ def engine_arguments(case: Case, context: int, utilization: float) -> dict[str, 
 
 def write_config(folder: Path) -> None:
     """Write the model's config.json; there are no weights."""
-    config = {**TEXT_CONFIG, "quantization_config": INT4_CONFIG}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(model_config()), encoding="utf-8")
 
 
 def worker(case: Case) -> dict[str, Any]:
