@@ -160,7 +160,7 @@ def memory_is_large_enough(case: Case) -> Iterator[Problem]:
             yield refuse(
                 "gpu-memory-too-small",
                 f"{device.title} has {gib(device.total_mib)} ({device.total_mib} MiB); profile {case.demand.profile} "
-                f"needs {case.demand.min_gpu_gib} GiB.",
+                f"needs {case.demand.min_gpu_gib or 0:.2f} GiB.",
                 "Choose a smaller model or a profile for this card; `graft profiles` lists those that match.",
             )
 

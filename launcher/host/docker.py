@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -52,15 +52,18 @@ def read(socket: Path = DEFAULT_SOCKET) -> Reading:
     reason = _unusable(endpoint)
     if reason is not None:
         return Reading(Docker(error=reason))
-    # Imported late: the SDK takes longer than everything else that a command without Docker does.
+    compose = _ask_compose()
+    # Imported late: the SDK takes longer than everything else that a command without Docker does. Compose answers
+    # in the meantime.
     import docker
     import requests
 
     try:
         with connect(endpoint, TIMEOUT_S) as client:
-            return describe(client, is_unix_socket=endpoint.startswith("unix://"))
+            reading = describe(client, is_unix_socket=endpoint.startswith("unix://"))
     except (docker.errors.DockerException, requests.RequestException, OSError) as error:
-        return Reading(Docker(error=f"{endpoint}: {' '.join(str(error).split())}"))
+        reading = Reading(Docker(error=f"{endpoint}: {' '.join(str(error).split())}"))
+    return replace(reading, docker=reading.docker.model_copy(update=_compose_answer(compose)))
 
 
 def endpoint_in_use(socket: Path = DEFAULT_SOCKET) -> str:
@@ -88,14 +91,11 @@ def describe(engine: Engine, is_unix_socket: bool) -> Reading:
     spec_dirs = tuple(info.get("CDISpecDirs") or ()) or (("/etc/cdi", "/var/run/cdi") if flavor == "podman" else ())
     listed = tuple(sorted(item["ID"] for item in info.get("DiscoveredDevices") or () if item.get("Source") == "cdi"))
     images_dir = _images_dir(info)
-    compose, compose_error = _compose()
     return Reading(
         Docker(
             flavor=flavor,
             engine=version.get("Version"),
             api=version.get("ApiVersion"),
-            compose=compose,
-            compose_error=compose_error,
             runtimes=tuple(sorted(info.get("Runtimes") or ())),
             nvidia_hook=shutil.which("nvidia-container-runtime-hook") is not None if is_local else None,
             cdi_spec_dirs=spec_dirs,
@@ -188,19 +188,28 @@ def _published(containers: Iterable[Mapping[str, Any]]) -> dict[int, str]:
     }
 
 
-def _compose() -> tuple[str | None, str | None]:
-    """Return the version of `docker compose`, or why it does not run."""
+def _ask_compose() -> "subprocess.Popen[str] | None":
+    """Start `docker compose version`; None where there is no docker command."""
+    command = ["docker", "compose", "version", "--short"]
     try:
-        result = subprocess.run(
-            ["docker", "compose", "version", "--short"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     except FileNotFoundError:
-        return None, "the docker command is not on PATH"
-    except subprocess.TimeoutExpired:
-        return None, f"`docker compose version` gave no answer in {TIMEOUT_S} s"
-    if result.returncode != 0 and "unknown" in result.stderr:
-        return None, "the Compose plugin of the docker command is not installed"
-    if result.returncode != 0:
-        said = (result.stderr or result.stdout).strip().splitlines()
-        return None, f"`docker compose version`: {said[0] if said else f'exit code {result.returncode}'}"
-    return result.stdout.strip().removeprefix("v"), None
+        return None
+
+
+def _compose_answer(process: "subprocess.Popen[str] | None") -> dict[str, str | None]:
+    """Return the facts about Compose: its version, or why it does not run."""
+    if process is None:
+        return {"compose_error": "the docker command is not on PATH"}
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return {"compose_error": f"`docker compose version` gave no answer in {TIMEOUT_S} s"}
+    if process.returncode == 0:
+        return {"compose": stdout.strip().removeprefix("v")}
+    if "unknown" in stderr:
+        return {"compose_error": "the Compose plugin of the docker command is not installed"}
+    said = (stderr or stdout).strip().splitlines()
+    return {"compose_error": f"`docker compose version`: {said[0] if said else f'exit code {process.returncode}'}"}

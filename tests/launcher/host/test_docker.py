@@ -239,6 +239,14 @@ def test_a_compose_that_does_not_run_says_why(
     assert (found.compose, found.compose_error) == (None, error)
 
 
+def test_a_compose_that_hangs_is_not_waited_for(
+    engine: Engine, compose: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker, "TIMEOUT_S", 0.2)
+    compose("exec /bin/sleep 60")
+    assert docker.read(engine()).docker.compose_error == "`docker compose version` gave no answer in 0.2 s"
+
+
 def test_a_missing_docker_command_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert docker.read(engine()).docker.compose_error == "the docker command is not on PATH"
