@@ -10,7 +10,7 @@ from launcher.profile import GpuSetup, Profile
 # Without these there is no NVIDIA GPU to speak of; any other NVML error is a GPU that cannot be reached.
 _NO_GPU_ERRORS = ("NVML Shared Library Not Found", "Driver Not Loaded")
 
-# Difference in compute capability (8.6 and 8.9: 3), in MiB of memory, in number of GPUs; compared in this order.
+# Difference in compute capability (8.6 and 8.9: 3), whether the number of GPUs differs, MiB of memory; in this order.
 Distance = tuple[int, int, int]
 
 
@@ -70,7 +70,7 @@ def _match(profile: Profile, nvml: Nvml) -> Match:
         return Match(profile, True, ("needs no GPU",), ())
     available = devices(nvml)
     if not available:
-        return Match(profile, False, (_no_gpu_reason(nvml),), (), distance=(0, 0, setup.count))
+        return Match(profile, False, (_no_gpu_reason(nvml),), (), distance=(0, setup.count, 0))
     chosen = _named(setup, available) if setup.uuids else best(available, setup.count, lambda one: _rank(one, setup))
     reasons, distance = _differences(setup, chosen)
     if reasons:
@@ -88,7 +88,7 @@ def _differences(setup: GpuSetup, chosen: Sequence[Device]) -> tuple[tuple[str, 
     if fitting or not chosen:
         # Some are right, so what is wrong is their number.
         reasons = _number_reasons(setup, fitting)
-        return reasons, (0, 0, len(reasons))
+        return reasons, (0, len(reasons), 0)
     wrong = [one for one in chosen if not _has_capability(one, setup)]
     small = [one for one in chosen if (one.total_mib or setup.min_memory_mib) < setup.min_memory_mib]
     large = [one for one in chosen if (one.total_mib or 0) > setup.max_memory_mib]
@@ -99,7 +99,7 @@ def _differences(setup: GpuSetup, chosen: Sequence[Device]) -> tuple[tuple[str, 
     )
     number_reasons = _number_reasons(setup, chosen)
     reasons = (*(text for ones, text in found if ones), *number_reasons)
-    return reasons, (_capability_gap(setup, wrong), _memory_gap_mib(setup, small, large), len(number_reasons))
+    return reasons, (_capability_gap(setup, wrong), len(number_reasons), _memory_gap_mib(setup, small, large))
 
 
 def _capability_gap(setup: GpuSetup, wrong: Sequence[Device]) -> int:

@@ -111,6 +111,13 @@ def test_the_closest_profile_says_what_to_change() -> None:
     )
 
 
+def test_a_profile_for_one_card_is_closer_to_one_card_than_a_pairs_is() -> None:
+    pair = profile("pair", count=2, min_memory_mib=20000)
+    choice = chosen(host(gpu(total_mib=12288)), pair, RTX3090)
+    assert choice.closest is not None
+    assert choice.closest.profile == RTX3090
+
+
 def test_one_card_of_a_kind_and_one_of_another_are_no_pair() -> None:
     facts = host(gpu(), gpu(1, compute_capability=(8, 9), total_mib=24564))
     assert only(RTX3090_X2, facts).reasons == ("1 GPU(s) of the kind; it needs 2",)
