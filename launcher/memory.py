@@ -1,5 +1,6 @@
 """The memory part of a plan: the context, the requests and the KV pool that a GPU profile starts with. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from launcher.fit.advice import Advice, advise
@@ -84,7 +85,10 @@ def plan_memory(
         request = request.with_settings(advice.settings)
     request = _calibrated(request, model, devices, inputs)
     report = _with_requests(request, profile, is_safe_mode)
-    machine, configuration = machine_key(devices), configuration_key(model.name, profile.vllm, report.request.settings)
+    machine, configuration = (
+        machine_key(device.uuid for device in devices),
+        configuration_key(model.name, profile.vllm, report.request.settings),
+    )
     pool = pool_choice(report, inputs.boots, machine, configuration)
     return MemoryPlan(
         profile=profile,
@@ -100,9 +104,9 @@ def plan_memory(
     )
 
 
-def machine_key(devices: tuple[Device, ...]) -> str:
+def machine_key(uuids: Iterable[str]) -> str:
     """Return what identifies the GPUs that boots are recorded for."""
-    return "+".join(sorted(device.uuid for device in devices))
+    return "+".join(sorted(uuids))
 
 
 def card_of(profile: Profile, devices: tuple[Device, ...], card: str | None) -> Card:
@@ -176,7 +180,9 @@ def _calibrated(request: FitRequest, model: Model, devices: tuple[Device, ...], 
         return request
     key = configuration_key(model.name, request.vllm_version, request.settings)
     predicted = fit(request).available_bytes
-    return replace(request, calibration=calibration(inputs.boots, machine_key(devices), key, predicted))
+    return replace(
+        request, calibration=calibration(inputs.boots, machine_key(device.uuid for device in devices), key, predicted)
+    )
 
 
 def _with_requests(request: FitRequest, profile: Profile, is_safe_mode: bool) -> FitReport:

@@ -13,7 +13,6 @@ from launcher.problems import Problem
 Runtime = Literal["docker", "host"]
 GpuMode = Literal["nvidia", "cdi", "none"]
 """How a container gets its GPUs: Compose's nvidia driver, CDI device names, or no GPU at all."""
-ProcessRole = Literal["api-server", "engine-core", "worker"]
 
 
 class PlanPart(BaseModel):
@@ -86,8 +85,8 @@ class Plan(PlanPart):
     environment: tuple[EnvironmentVariable, ...]
     required_fixes: tuple[str, ...]
     disabled_fixes: tuple[str, ...]
-    processes: tuple[ProcessRole, ...]
-    """The processes that must report, one entry each; workers of tensor parallelism are listed once per rank."""
+    processes: tuple[tuple[str, ...], ...]
+    """The processes that must report, each with its roles (`vllm_graft.patch.Process`)."""
     facts: dict[str, Any]
     """What `vllm_graft` is told: the content of facts.json, run id included."""
     fit: dict[str, Any] | None

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_graft.decide import Situation, refusal
 from vllm_graft.facts import EngineFacts, ModelFacts, RunFacts
 from vllm_graft.fixes import FIXES
+from vllm_graft.report import expected_processes, ordered_roles
 
 from launcher.checks import CheckResult, Demand, check, select
 from launcher.errors import UsageError
@@ -21,7 +22,7 @@ from launcher.host.facts import HostFacts
 from launcher.host.modelfiles import IncompleteFile
 from launcher.images.pins import Pin
 from launcher.memory import MemoryInputs, MemoryPlan, plan_memory
-from launcher.plan import GpuMode, Plan, ProcessRole, Runtime, SelectedGpu
+from launcher.plan import GpuMode, Plan, Runtime, SelectedGpu
 from launcher.problems import Problem
 from launcher.profile import Model, Profile, Speculation
 
@@ -80,8 +81,8 @@ def make(inputs: Inputs) -> Planned:
     refuse_owned(profile)
     _refuse_unknown_fixes(profile)
     geometry, geometry_problems = _geometry(inputs)
-    speculation, speculation_reason = _speculation(profile, geometry)
-    demand = _demand(inputs)
+    speculation, speculation_reason = speculation_for(profile, geometry)
+    demand = demand_of(inputs)
     devices = select(inputs.facts, demand) if inputs.facts else ()
     fixes = _fixes(inputs, geometry, speculation, devices)
     memory = None
@@ -133,7 +134,8 @@ def _geometry(inputs: Inputs) -> tuple[Geometry | None, tuple[Problem, ...]]:
         )
 
 
-def _speculation(profile: Profile, geometry: Geometry | None) -> tuple[Speculation | None, str]:
+def speculation_for(profile: Profile, geometry: Geometry | None) -> tuple[Speculation | None, str]:
+    """Return the speculation that the profile asks for where the model can do it, and the reason."""
     asked = profile.serve.speculation
     if asked is None:
         return None, "the profile asks for none"
@@ -228,7 +230,8 @@ def _run_facts(inputs: Inputs, geometry: Geometry | None, speculation: Speculati
     return RunFacts(schema=1, run_id=run_id, model=model, engine=engine)
 
 
-def _demand(inputs: Inputs) -> Demand:
+def demand_of(inputs: Inputs) -> Demand:
+    """Return what the start asks of the machine."""
     profile, model, pin = inputs.profile, inputs.model, inputs.pin
     gpu, runtime = profile.gpu, inputs.runtime or profile.runtime
     return Demand(
@@ -337,7 +340,7 @@ def _plan(
         environment=server_environment(profile),
         required_fixes=fixes.required,
         disabled_fixes=fixes.disabled,
-        processes=_processes(profile.serve.tensor_parallel_size),
+        processes=_processes(profile),
         facts={},
         fit=memory.report.to_json() if memory and memory.report else None,
         problems=problems,
@@ -349,12 +352,9 @@ def _plan(
     return draft.model_copy(update={"facts": asdict(facts)})
 
 
-_WORKER: ProcessRole = "worker"
-
-
-def _processes(tensor_parallel_size: int) -> tuple[ProcessRole, ...]:
-    # One rank runs inside the engine core's process, which then reports both roles.
-    return ("api-server", "engine-core", *((_WORKER,) * tensor_parallel_size))
+def _processes(profile: Profile) -> tuple[tuple[str, ...], ...]:
+    expected = expected_processes(profile.serve.tensor_parallel_size, cpu=profile.gpu is None)
+    return tuple(ordered_roles(roles) for roles in expected)
 
 
 def _without_repeats(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:

@@ -49,7 +49,7 @@ def _kv_dtype(request: FitRequest) -> Iterator[Refusal]:
             "fp8-kv-needs-capability-8.9",
             f"kv_cache_dtype {name} on compute capability {capability[0]}.{capability[1]}: the Triton backend refuses "
             "every FP8 KV cache below 8.9, and FlashInfer takes fp8_e5m2 there",
-            "Use turboquant_k8v4, int8_per_token_head or fp8_e5m2.",
+            "Use int8_per_token_head, or fp8_e5m2 with FlashInfer.",
         )
     if dtype.rotated and geometry.head_dim & (geometry.head_dim - 1):
         yield Refusal(

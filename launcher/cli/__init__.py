@@ -1,0 +1,22 @@
+"""The command line: parse, call, print, exit code. The only package that prints."""
+
+import sys
+
+from launcher.cli import base, planning, service
+from launcher.errors import INTERRUPTED_EXIT_CODE, GraftError
+from launcher.fit.geometry import FitError
+
+base.app.add_typer(service.app)
+base.app.add_typer(planning.app)
+
+
+def main() -> None:
+    """Run the command line; errors become one message and an exit code."""
+    try:
+        base.app(standalone_mode=False)
+    except GraftError as error:
+        base.fail(str(error), error.exit_code)
+    except FitError as error:
+        base.fail(str(error), 2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED_EXIT_CODE)

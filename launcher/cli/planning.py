@@ -1,0 +1,365 @@
+"""Commands that start nothing: plan, explain, render, profiles, models, fit, check, fixes, diagnose, schema."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from launcher import prepare
+from launcher.cli.base import (
+    AdviseOption,
+    CardOption,
+    FolderOption,
+    JsonOption,
+    ModelOption,
+    ProfileArgument,
+    ProfileOption,
+    RuntimeOption,
+    chosen,
+    out,
+    print_json,
+)
+from launcher.errors import CheckFailed, Refused, UsageError
+from launcher.planner import Planned
+from launcher.prepare import Options
+
+if TYPE_CHECKING:
+    from vllm_graft.patch import Patch
+
+    from launcher.fit.advice import TargetAdvice
+    from launcher.fit.report import ModelRow
+    from launcher.host.facts import HostFacts
+
+app = typer.Typer()
+
+FactsOption = Annotated[Path | None, typer.Option("--facts", help="Facts from this file, not from the machine.")]
+
+
+@app.command()
+def plan(
+    name: ProfileArgument = None,
+    profile: ProfileOption = None,
+    model: ModelOption = None,
+    profiles: FolderOption = None,
+    runtime: RuntimeOption = None,
+    card: CardOption = None,
+    advise: AdviseOption = False,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw the memory waterfall into this file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what fits before anything is downloaded: memory, context, verdict, and what would have to change."""
+    from launcher import survey
+
+    options = Options(name or profile, model, profiles, runtime, card, advise)
+    made = _made(options)
+    if svg is not None:
+        _draw(made, svg)
+    show_plan(made, as_json, survey.alternatives_of(made, options))
+
+
+@app.command()
+def explain(
+    name: ProfileArgument = None,
+    profile: ProfileOption = None,
+    model: ModelOption = None,
+    profiles: FolderOption = None,
+    runtime: RuntimeOption = None,
+    card: CardOption = None,
+    advise: AdviseOption = False,
+    flag: Annotated[str | None, typer.Option("--flag", help="Only this flag of vllm serve.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every flag of `vllm serve` with its value, the reason, and where it comes from."""
+    made = _made(Options(name or profile, model, profiles, runtime, card, advise)).plan
+    flags = [one for one in made.flags if flag is None or one.name == f"--{flag.lstrip('-')}"]
+    if not flags:
+        known = ", ".join(one.name for one in made.flags)
+        raise UsageError(f"--flag {flag}: the plan does not set it; it sets {known}")
+    if as_json:
+        print_json({"flags": flags, "environment": made.environment if flag is None else []})
+        return
+    from launcher.views import environment_table, flags_table
+
+    out.print(flags_table(flags, made))
+    if flag is None and made.environment:
+        out.print(environment_table(made))
+
+
+@app.command()
+def render(
+    name: ProfileArgument = None,
+    profile: ProfileOption = None,
+    model: ModelOption = None,
+    profiles: FolderOption = None,
+    runtime: RuntimeOption = None,
+    advise: AdviseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the compose file and all that goes with it, and show it; start nothing."""
+    from launcher import service
+
+    made = _made(Options(name or profile, model, profiles, runtime, None, advise))
+    files = service.render(made)
+    if as_json:
+        print_json({str(path): len(content) for path, content in files.items()})
+        return
+    for path, content in files.items():
+        if path.name in ("compose.yaml", "entrypoint.sh", "Dockerfile"):
+            out.print(f"[bold]{path}[/]")
+            out.print(content.decode(), markup=False, soft_wrap=True)
+    others = [path for path in files if path.name not in ("compose.yaml", "entrypoint.sh", "Dockerfile")]
+    out.print(f"Also written: {', '.join(str(path) for path in others)}", markup=False)
+    compose_file = next((path for path in files if path.name == "compose.yaml"), None)
+    if compose_file is not None:
+        out.print(f"By hand: docker compose -f {compose_file} up", markup=False)
+
+
+@app.command(name="profiles")
+def list_profiles(profiles: FolderOption = None, facts: FactsOption = None, as_json: JsonOption = False) -> None:
+    """List the profiles, which of them this machine can run, and why not the others."""
+    found = prepare.matches(Options(profiles_dir=profiles), _facts(facts))
+    if as_json:
+        print_json(
+            [
+                {
+                    "profile": one.profile.name,
+                    "title": one.profile.title,
+                    "compatible": one.compatible,
+                    "reasons": one.reasons,
+                    "gpus": one.gpus,
+                    "model": one.profile.model,
+                }
+                for one in found
+            ]
+        )
+        return
+    from launcher.views import profiles_table
+
+    out.print(profiles_table(found))
+
+
+@app.command(name="models")
+def list_models(
+    profile: ProfileOption = None,
+    profiles: FolderOption = None,
+    card: CardOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List which known models fit which card at what context, best first."""
+    from launcher import survey
+    from launcher.fit.report import models_table, ranked_models
+
+    options = Options(profile, None, profiles, None, card)
+    if profile:
+        asked = [prepare.chosen_profile(options)[0]]
+    else:
+        asked = list(prepare.shipped_and_own(options))
+        asked = [survey.nearest_profile(asked, card)] if card else asked
+    tables = [
+        (f"{card or one.gpu.card} with the settings of {one.name}", survey.model_rows(options, one))
+        for one in asked
+        if one.gpu is not None
+    ]
+    if as_json:
+        print_json(
+            [{"card": title, "models": [_model_json(row) for row in ranked_models(rows)]} for title, rows in tables]
+        )
+        return
+    for title, rows in tables:
+        out.print(models_table(rows, title))
+
+
+@app.command()
+def fit(
+    path: Annotated[Path | None, typer.Argument(help="A model's folder, or its config.json.")] = None,
+    card: CardOption = None,
+    profile: ProfileOption = None,
+    profiles: FolderOption = None,
+    check: Annotated[
+        Path | None, typer.Option("--check", help="Recorded boots, in the shape of tests/data/kv_logs.json.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what fits of any model, or check the arithmetic against recorded boots."""
+    if check is not None:
+        _check_boots(check, as_json)
+        return
+    if path is None:
+        raise UsageError("nothing to fit; give a model's folder or its config.json, or --check BOOTS.json")
+    from launcher import survey
+
+    options = Options(profile, None, profiles, None, card)
+    report = survey.fit_folder(path, options, prepare.shipped_and_own(options))
+    if as_json:
+        print_json(report.to_json())
+        return
+    from launcher.fit.report import verdict_text, waterfall_table
+
+    out.print(waterfall_table(report))
+    out.print(verdict_text(report))
+
+
+@app.command()
+def check(
+    profile: ProfileOption = None,
+    model: ModelOption = None,
+    profiles: FolderOption = None,
+    runtime: RuntimeOption = None,
+    facts: FactsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine, or facts from a file, against a profile's demand; all problems are shown together."""
+    from launcher import survey
+
+    result, machine = survey.checked(Options(profile, model, profiles, runtime), facts)
+    if as_json:
+        print_json(
+            {
+                "verdict": result.verdict,
+                "problems": result.problems,
+                "selected": result.selected,
+                "gpu_mode": result.gpu_mode,
+                "facts": machine,
+            }
+        )
+    else:
+        from launcher.views import problems_text
+
+        if result.problems:
+            out.print(problems_text(result.problems))
+        out.print(f"Verdict: {result.verdict}." + (f" GPUs: {', '.join(result.selected)}." if result.selected else ""))
+    if result.verdict == "refuse":
+        raise Refused("; ".join(problem.cause for problem in result.problems if problem.severity == "refuse"))
+
+
+@app.command()
+def fixes(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As README carries it.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the fixes for vLLM: what each is for, when it is wanted, and which versions get it."""
+    from vllm_graft.fixes import FIXES
+
+    from launcher import survey
+    from launcher.views import fixes_markdown, fixes_table
+
+    versions = survey.pinned_versions()
+    if as_json:
+        print_json([_fix_json(one, versions) for one in FIXES])
+    elif markdown:
+        out.print(fixes_markdown(FIXES, versions), markup=False, soft_wrap=True)
+    else:
+        out.print(fixes_table(FIXES, versions))
+
+
+@app.command()
+def diagnose(
+    file: Annotated[Path, typer.Argument(help="A log of the server, or a case file.")], as_json: JsonOption = False
+) -> None:
+    """Name the one cause that a log shows, and the one remedy; exit code 1 when it shows a failure."""
+    from launcher.diagnose import diagnose as find_cause
+    from launcher.diagnose import last_words
+    from launcher.evidence import evidence_from_file
+    from launcher.views import diagnosis_text
+
+    evidence = evidence_from_file(file)
+    found = find_cause(evidence)
+    if as_json:
+        nothing = {"cause": None, "remedy": None, "restart_helps": None}
+        print_json(found if found is not None else nothing)
+    elif found is not None:
+        out.print(diagnosis_text(found))
+    else:
+        out.print("No known failure. The last lines that are not notices:")
+        for line in last_words(evidence):
+            out.print(f"  {line}", markup=False)
+    if found is not None:
+        raise CheckFailed(found.cause)
+
+
+@app.command()
+def schema(kind: Annotated[Literal["profile", "model"], typer.Argument(help="profile or model")]) -> None:
+    """Print the JSON Schema of profile or model files, for editors."""
+    from launcher.profile import json_schema
+
+    print_json(json_schema(kind))
+
+
+def show_plan(made: Planned, as_json: bool, alternatives: "Sequence[TargetAdvice]" = ()) -> None:
+    """Print a plan, and what would have to change for a longer context."""
+    if as_json:
+        advice = made.memory.advice if made.memory else None
+        print_json(
+            {
+                **made.plan.model_dump(mode="json"),
+                "advice": None
+                if advice is None
+                else {"safe": advice.safe, "findings": advice.findings, "changes": advice.changes},
+                "alternatives": alternatives,
+            }
+        )
+        return
+    from launcher.views import plan_view
+
+    out.print(plan_view(made, alternatives))
+
+
+def _made(options: Options) -> Planned:
+    one = chosen(options)
+    return prepare.planned(options, one, None if options.card else prepare.host_facts(one))
+
+
+def _facts(file: Path | None) -> "HostFacts":
+    from launcher.checks import facts_from_file
+
+    return prepare.host_facts() if file is None else facts_from_file(file)[0]
+
+
+def _draw(made: Planned, path: Path) -> None:
+    from launcher.fit.report import waterfall_svg
+
+    if made.memory is None or made.memory.report is None:
+        raise UsageError(f"--svg {path}: there is no memory plan to draw for {made.plan.profile}")
+    path.write_text(waterfall_svg(made.memory.report, f"{made.plan.profile}: {made.plan.model}"), encoding="utf-8")
+
+
+def _check_boots(path: Path, as_json: bool) -> None:
+    from launcher.fit.check import check_boots
+    from launcher.fit.report import check_table
+
+    report = check_boots(prepare.read_config(path), str(path))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        out.print(check_table(report))
+    if not report.ok:
+        raise CheckFailed(f"{path}: a boot marked exact is not reproduced")
+
+
+def _model_json(row: "ModelRow") -> dict[str, Any]:
+    report = row.report
+    return {
+        "model": row.model,
+        "title": row.title,
+        "verdict": report.verdict.value if report else "NO",
+        "advisable_context_tokens": report.advisable_context_tokens if report else 0,
+        "reason": row.reason or (report.verdict.decided_by if report else ""),
+    }
+
+
+def _fix_json(fix: "Patch", versions: tuple[str, ...]) -> dict[str, Any]:
+    from vllm_graft.decide import affects
+
+    return {
+        "id": fix.id,
+        "title": fix.title,
+        "symptom": fix.symptom,
+        "when": str(fix.when),
+        "processes": [str(process) for process in fix.processes],
+        "affects": fix.affects,
+        "versions": {version: affects(fix, version) for version in versions},
+        "upstream": fix.upstream,
+        "remove_when": fix.remove_when,
+        "proof": fix.proof,
+    }

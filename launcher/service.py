@@ -1,0 +1,354 @@
+"""The verbs of one service: up, down, status. They gather, start, follow and verify; they print nothing."""
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from launcher import engine_env, ready, reports
+from launcher.ask import Answer, is_healthy
+from launcher.diagnose import Diagnosis, diagnose
+from launcher.errors import GraftError, Refused, UsageError
+from launcher.evidence import ContainerState, Evidence, context_of
+from launcher.fit import calibration
+from launcher.fit.calibration import Comparison
+from launcher.host.probe import probe
+from launcher.memory import machine_key
+from launcher.plan import Plan
+from launcher.planner import Planned
+from launcher.prepare import Options, api_key, calibration_file, chosen_model, host_facts, models_dir, planned
+from launcher.profile import Profile
+from launcher.ready import NotReady
+from launcher.reports import Collected
+from launcher.runtime import RunState, Service
+from launcher.service_files import service_files, write
+from launcher.state import ServiceState, state_root
+from launcher.weights.fetch import FetchEvent, ensure_model
+
+
+class Reporter(Protocol):
+    """Where the progress of a verb goes."""
+
+    def phase(self, name: str) -> None:
+        """Say that a phase begins."""
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
+        """Say how far the phase is, in `unit`: bytes, packages, shards."""
+
+    def note(self, text: str) -> None:
+        """Say something that stays on the screen."""
+
+    def line(self, text: str) -> None:
+        """Pass on a line of the server's log, or of a build's output."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A service that gave a right answer."""
+
+    plan: Plan
+    base_url: str
+    answer: Answer
+    elapsed_s: float
+    reports: Collected
+    comparison: Comparison | None
+    """Predicted against reported memory; None on a CPU."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """What is known about a service that was started before."""
+
+    plan: Plan
+    base_url: str
+    state: RunState
+    is_healthy: bool
+
+
+class FailedStart(GraftError):
+    """A start that failed and was stopped: the error, the saved log, and what a diagnosis needs."""
+
+    def __init__(self, error: GraftError, plan: Plan, log_file: Path | None, state: RunState | None) -> None:
+        super().__init__(str(error))
+        self.exit_code = error.exit_code  # type: ignore[misc]
+        self.plan = plan
+        self.log_file = log_file
+        self.state = state
+
+
+def find(profile_name: str) -> Running | None:
+    """Return the service of a profile; None where none was started, or it was stopped.
+
+    Raises:
+        UsageError: the folder's plan is not readable.
+    """
+    state = ServiceState.of(profile_name)
+    plan = read_plan(state)
+    service = None if plan is None else _service_of(plan, state)
+    if plan is None or service is None:
+        return None
+    found = service.state()
+    if found.status == "absent":
+        return None
+    return Running(plan, service.base_url, found, found.status == "running" and is_healthy(service.base_url))
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `graft status` says about a service."""
+
+    plan: Plan
+    base_url: str
+    state: RunState
+    is_healthy: bool
+    applied: tuple[str, ...]
+    """Fixes that the server's processes reported as applied."""
+    fix_problems: tuple[str, ...]
+    """What stands against the fixes: processes that did not report, required fixes that are not in."""
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_healthy and not self.fix_problems
+
+
+def status(profile_name: str) -> Status | None:
+    """Return the state of a profile's service; None where none was started."""
+    running = find(profile_name)
+    if running is None:
+        return None
+    found = reports.read(service_of(profile_name))
+    return Status(
+        plan=running.plan,
+        base_url=running.base_url,
+        state=running.state,
+        is_healthy=running.is_healthy,
+        applied=reports.applied(found, running.plan),
+        fix_problems=tuple(reports.problems(found, running.plan)),
+    )
+
+
+def started_profiles() -> tuple[str, ...]:
+    """Return the profiles that have a service, running or ended."""
+    folders = sorted(state_root().glob("*/plan.json"))
+    return tuple(path.parent.name for path in folders if find(path.parent.name) is not None)
+
+
+def read_plan(state: ServiceState) -> Plan | None:
+    """Return the plan in a service's folder; None before the first start.
+
+    Raises:
+        UsageError: it is not one of this launcher.
+    """
+    try:
+        return Plan.model_validate_json(state.plan_file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UsageError(
+            f"{state.plan_file}: not a plan of this launcher; stop the service by hand and delete {state.root}"
+        ) from error
+
+
+def service_of(profile_name: str) -> Service:
+    """Return the service of a profile.
+
+    Raises:
+        UsageError: it was not started.
+    """
+    state = ServiceState.of(profile_name)
+    plan = read_plan(state)
+    service = None if plan is None else _service_of(plan, state)
+    if service is None:
+        raise UsageError(f"{profile_name}: not started; `make up PROFILE={profile_name}` starts it")
+    return service
+
+
+def render(made: Planned) -> dict[Path, bytes]:
+    """Return the files of a plan by their paths, and write them into the service's folder."""
+    plan = made.plan
+    state = ServiceState.of(plan.profile)
+    docker = made.inputs.facts.docker if made.inputs.facts else None
+    files = service_files(plan, state, models_dir() / plan.model, docker)
+    write(state.root, files)
+    return {state.root / name: content for name, content in files.items()}
+
+
+def up(
+    options: Options, profile: Profile, report: Reporter, *, force: bool, on_plan: Callable[[Planned], None]
+) -> Started:
+    """Start a service and follow it to its first right answer.
+
+    Args:
+        on_plan: told the plan before anything is started.
+
+    Raises:
+        Refused: the plan or the machine says no, and `force` is not given.
+        FailedStart: it was started and failed; it is stopped and its log is saved.
+    """
+    report.phase("check")
+    refuse(planned(options, profile, host_facts(profile)).plan, force)
+    engine = _fetch(options, profile, report)
+    report.phase("plan")
+    made = planned(options, profile, host_facts(profile))
+    refuse(made.plan, force)
+    on_plan(made)
+    return _start(made, engine, report)
+
+
+def refuse(plan: Plan, force: bool) -> None:
+    """Stop here where the plan has a problem that --force would have to override.
+
+    Raises:
+        Refused: naming every such problem with its remedy.
+    """
+    if plan.refusals and not force:
+        lines = [f"{problem.cause}: {problem.message}\n  -> {problem.remedy}" for problem in plan.refusals]
+        raise Refused("\n".join([*lines, "--force starts all the same."]))
+
+
+def down(profile_name: str) -> bool:
+    """Stop a service; False when there was none."""
+    state = ServiceState.of(profile_name)
+    plan = read_plan(state)
+    service = None if plan is None else _service_of(plan, state)
+    if service is None or service.state().status == "absent":
+        return False
+    service.stop()
+    return True
+
+
+def install(env: engine_env.EngineEnv, report: Reporter) -> None:
+    """Install what is missing of an environment, and say beforehand how much that downloads."""
+    if not engine_env.is_installed(env):
+        size_mb = engine_env.download_bytes(env) / 1e6
+        report.note(f"vLLM's environment goes into {env.folder.name}: up to {size_mb:.0f} MB to download.")
+    engine_env.ensure(env, lambda event: _tell_install(event, report))
+
+
+def curl(plan: Plan, base_url: str) -> str:
+    """Return a command that asks the server one question when it is pasted into a shell."""
+    body = {"model": plan.served_name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    secret = ServiceState.of(plan.profile).secrets_dir / "api_key"
+    key = f' -H "Authorization: Bearer $(cat {shlex.quote(str(secret))})"' if secret.is_file() else ""
+    return (
+        f"curl {base_url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def diagnose_failure(failure: FailedStart) -> Diagnosis | None:
+    """Return the one cause of a failed start; None where no rule knows it."""
+    log = failure.log_file.read_text(encoding="utf-8") if failure.log_file else str(failure)
+    state = failure.state
+    container = None if state is None else ContainerState.model_validate(asdict(state))
+    facts = probe([failure.plan.port], models_dir(), state_root())
+    return diagnose(Evidence(log=log, context=context_of(failure.plan, facts, container)))
+
+
+def _service_of(plan: Plan, state: ServiceState) -> Service | None:
+    if plan.runtime == "host":
+        from launcher.runtime import host
+
+        return host.find(state)
+    from launcher.runtime.compose import ComposeService
+
+    return ComposeService(state.compose_file, plan)
+
+
+def _fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.EngineEnv | None:
+    """Bring the engine and the model's files; return the engine's environment of the host runtime."""
+    runtime = options.runtime or profile.runtime
+    model = chosen_model(options, profile)
+    engine = engine_env.ENGINE if runtime == "host" or model.package is not None else None
+    if engine is not None:
+        report.phase("engine")
+        install(engine, report)
+    report.phase("model")
+    ensure_model(model, models_dir(), lambda event: _tell_fetch(event, report))
+    return engine
+
+
+def _tell_install(event: engine_env.InstallEvent, report: Reporter) -> None:
+    if event.done_bytes is not None and event.total_bytes:
+        report.progress(event.done_bytes, event.total_bytes, "bytes", event.detail)
+    elif event.done is not None and event.total:
+        report.progress(event.done, event.total, "packages", event.detail)
+
+
+def _tell_fetch(event: FetchEvent, report: Reporter) -> None:
+    if event.note:
+        report.note(event.note)
+    if event.done_bytes is not None and event.total_bytes:
+        report.progress(event.done_bytes, event.total_bytes, "bytes", event.detail)
+
+
+def _start(made: Planned, engine: engine_env.EngineEnv | None, report: Reporter) -> Started:
+    plan, state = made.plan, ServiceState.of(made.plan.profile)
+    service: Service | None = None
+    try:
+        report.phase("render")
+        render(made)
+        service = _started(made, engine, state, report)
+        answer, elapsed_s = _follow(service, plan, state, report)
+        collected = reports.collect(service, plan)
+        return Started(plan, service.base_url, answer, elapsed_s, collected, _record(made, service))
+    except GraftError as error:
+        log_file = None if service is None else ready.save_and_stop(service, state.logs_dir)
+        raise FailedStart(error, plan, log_file, getattr(error, "state", None)) from error
+
+
+def _started(made: Planned, engine: engine_env.EngineEnv | None, state: ServiceState, report: Reporter) -> Service:
+    plan = made.plan
+    if plan.runtime == "host":
+        from launcher.runtime import host
+
+        assert engine is not None
+        return host.start(plan, models_dir() / plan.model, state, engine.vllm)
+    from launcher.images import build
+    from launcher.images.pins import record_digest
+    from launcher.runtime.compose import ComposeService
+
+    assert plan.image is not None
+    report.phase("pull")
+    digest = build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
+    if digest is not None and "@" not in plan.image.base:
+        record_digest(plan.image.base, digest)
+    report.phase("build")
+    build.ensure(state.compose_file, build.tag(plan.image, build.build_wheel()), report.line)
+    service = ComposeService(state.compose_file, plan)
+    service.start(report.line)
+    return service
+
+
+def _follow(service: Service, plan: Plan, state: ServiceState, report: Reporter) -> tuple[Answer, float]:
+    for event in ready.follow(service, plan.served_name, api_key=api_key(state.secrets_dir)):
+        match event:
+            case ready.PhaseStarted():
+                report.phase(event.phase)
+            case ready.Progress():
+                report.progress(event.done, event.total, "")
+            case ready.LogLine():
+                report.line(event.text)
+            case ready.CanaryAsked():
+                report.note(f"Asked: {event.question}")
+            case ready.Ready():
+                return event.answer, event.elapsed_s
+    raise NotReady("the start was followed to no end")
+
+
+def _record(made: Planned, service: Service) -> Comparison | None:
+    """Compare what vLLM reports about its memory with the plan, and keep the boot for the next one."""
+    memory = made.memory
+    if memory is None or memory.report is None:
+        return None
+    logged = calibration.parse_boot_log("\n".join(service.log()))
+    machine = machine_key(gpu.uuid for gpu in made.plan.gpus)
+    key = calibration.configuration_key(made.plan.model, made.plan.vllm, memory.report.request.settings)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = calibration.record_boot(memory.report, logged, machine, key, now)
+    if record is not None:
+        calibration.store(calibration_file(), record)
+    return calibration.compare(memory.report, logged)
