@@ -60,7 +60,8 @@ class Plugin:
                 settings = Settings.read(self._environ, [patch.id for patch in self.fixes])
                 run = read_run_facts(settings.facts) if settings.facts else None
             except SettingsError as error:
-                self._publish(self._describe(None, frozenset(), (), str(error)), None)
+                roles = process_roles(multiprocessing.current_process().name, sys.argv, None)
+                self._publish(self._describe(None, roles, (), str(error)), None)
                 raise
             report = self._run(settings, run)
             if report != self.report:

@@ -168,7 +168,7 @@ def problems(
     found = [f"{report.process} (pid {report.pid}): {report.error}" for report in servers if report.error]
     found += _missing(servers, expected) + _version_disagreements(servers)
     for patch in fixes:
-        concerned = [report for report in servers if set(patch.processes) & set(report.roles)]
+        concerned = [report for report in servers if not report.error and set(patch.processes) & set(report.roles)]
         if patch.id in required:
             found += [problem for report in concerned if (problem := _not_applied(patch.id, report))]
         found += _disagreements(patch.id, concerned)

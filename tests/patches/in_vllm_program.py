@@ -1,19 +1,27 @@
-"""Run by test_contract.py with the Python of a vLLM environment: holds each fix to the contract, in both import orders.
+"""Run once per vLLM environment, with its Python: what the tests in test_in_vllm.py ask of a real vLLM.
 
-Prints {order: {fix: {check: problem}}} as JSON; an empty problem is a check that held.
+Prints JSON: `contract` is {order: {fix: {check: problem}}}, where an empty problem is a check that held; `prove` is the
+command's answer; `loader` is {scenario: what came of it} under vLLM's own plugin loader.
 """
 
+import contextlib
 import importlib
 import inspect
+import io
 import json
+import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+import vllm_graft.plugin
+from vllm_graft import __main__ as commands
 from vllm_graft.decide import affects
 from vllm_graft.engine import Attempt, Engine, resolve, signature_problem, stale_copies
 from vllm_graft.facts import vllm_version
 from vllm_graft.fixes import FIXES
-from vllm_graft.patch import Outcome, Patch
+from vllm_graft.patch import Outcome, Patch, Process, Target
+from vllm_graft.plugin import Plugin
 
 ORDERS = ("target imported after the plugin", "target imported before the plugin")
 
@@ -72,8 +80,58 @@ def check_all() -> dict[str, dict[str, str]]:
     return found
 
 
+def drifted() -> Patch:
+    return Patch(
+        id="drifted-fix",
+        title="A fix for code that has changed",
+        symptom="none",
+        upstream=("https://example.invalid/1",),
+        processes=(Process.API_SERVER,),
+        affects=">=0.32.0,<=0.33.0",
+        kind="wrap",
+        target=Target("vllm.plugins:load_plugins_by_group"),
+        fingerprints={"0.32.0": "0" * 16, "0.33.0": "0" * 16},
+        build=lambda original: original,
+        reached=lambda: None,
+        remove_when="never",
+        proof="tests/patches/test_in_vllm.py",
+    )
+
+
+def load(fixes: tuple[Patch, ...], environ: Mapping[str, str]) -> str:
+    """Let vLLM load its plugins as at a process's start, with these fixes and settings."""
+    import vllm.plugins
+
+    vllm.plugins.plugins_loaded = False
+    plugin = vllm_graft.plugin.PLUGIN = Plugin(fixes, environ)
+    try:
+        vllm.plugins.load_general_plugins()
+    except Exception as error:  # noqa: BLE001 - which error comes through is what is asked
+        return f"raised {type(error).__name__}: {error}"
+    assert plugin.report is not None, "vLLM did not call the plugin"
+    return ", ".join(f"{fix.id} {fix.outcome}" for fix in plugin.report.fixes)
+
+
+def check_loader() -> dict[str, str]:
+    return {
+        "all fixes": load(FIXES, {}),
+        "optional drifted": load((drifted(),), {}),
+        "required drifted": load((drifted(),), {"GRAFT_REQUIRE": "drifted-fix"}),
+        "wrong setting": load((drifted(),), {"GRAFT_REQUIRE": "no-such-fix"}),
+        "wrong facts": load((), {"GRAFT_FACTS": os.devnull}),
+    }
+
+
+def check_prove() -> dict[str, Any]:
+    answer = io.StringIO()
+    with contextlib.redirect_stdout(answer):
+        code = commands.main(["prove", "--json"])
+    return {"code": code, **json.loads(answer.getvalue())}
+
+
 if __name__ == "__main__":
     early = sorted(name for name in sys.modules if name.partition(".")[0] in ("vllm", "torch"))
     assert not early, f"imported before a fix was decided on: {early}"
     # The second round finds all modules imported and, since every fix was undone, all targets as vLLM has them.
-    print(json.dumps({order: check_all() for order in ORDERS}))
+    contract = {order: check_all() for order in ORDERS}
+    print(json.dumps({"contract": contract, "prove": check_prove(), "loader": check_loader()}))
