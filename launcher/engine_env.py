@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel
 
 from launcher import pip_run
 from launcher.errors import CheckFailed, Refused
-from launcher.pip_run import InstallEvent
+from launcher.pip_run import InstallEvent as InstallEvent
 from launcher.state import CHECKOUT, cache_root
 
 if TYPE_CHECKING:
