@@ -16,6 +16,7 @@ import pytest
 GPU = Path(__file__).resolve().parents[1] / "gpu"
 sys.path.insert(0, str(GPU))
 
+import spec_attention  # noqa: E402
 import spec_cases  # noqa: E402
 import spec_compare  # noqa: E402
 import spec_decode  # noqa: E402
@@ -214,6 +215,18 @@ def test_settings_say_what_the_case_says(case: Case) -> None:
     eager = case.graph is spec_cases.Graph.EAGER
     assert settings.get("enforce_eager", False) is eager
     assert eager or settings["compilation_config"]["cudagraph_mode"] == case.graph
+
+
+def test_the_attention_proof_needs_the_fix_right_and_the_faults_shown() -> None:
+    right, off = spec_attention.Outcome(0.0, True), spec_attention.Outcome(1.0, False)
+
+    def holds(stock: spec_attention.Outcome, fixed: spec_attention.Outcome) -> bool:
+        return spec_attention.holds({"turboquant_k8v4": {"stock": {"graph": stock}, "fixed": {"graph": fixed}}}, bool)
+
+    assert holds(off, right)
+    assert not holds(off, off)
+    assert not holds(right, right)
+    assert not holds(off, spec_attention.Outcome(float("inf"), False))
 
 
 def test_weights_come_from_names_and_only_live_tokens_can_be_generated() -> None:
