@@ -3,10 +3,10 @@
 
     python3 tests/gpu/spec_attention.py --results tests/gpu/results/spec_attention.json
 
-Runs vLLM's own TurboQuant classes and kernels with the heads of Qwen3.6-27B, as they are and with the fix.  The truth is
-vLLM's decode of one token per request, which none of the faults touches; verification must equal it eagerly, with host
-lengths that are too high, beside a fresh prompt, and in a CUDA graph that was captured on a dummy batch.  The exit status
-is 0 when the fix passes everywhere and vLLM's own backend fails where it is known to.
+Runs vLLM's own TurboQuant classes and kernels with the heads of Qwen3.6-27B, as they are and with the fix.  The truth
+is vLLM's decode of one token per request, which none of the faults touches; verification must equal it eagerly, with
+host lengths that are too high, beside a fresh prompt, and in a CUDA graph that was captured on a dummy batch.  The exit
+status is 0 when the fix passes everywhere and vLLM's own backend fails where it is known to.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Bench:
     def inputs(self, query_lens: Sequence[int], lengths: Sequence[int]) -> tuple[Any, Any, Any]:
         """Query, key and value of the last tokens of each sequence."""
         spans = [(i, slice(n - q, n)) for i, (q, n) in enumerate(zip(query_lens, lengths, strict=True))]
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             self.torch.cat([parts[i][span] for i, span in spans]) for parts in (self.queries, self.keys, self.values)
         )
 
@@ -108,7 +108,7 @@ class Bench:
 
 
 def make(torch: Any, device: Any, shape: Shape, dtype: str, data: str) -> Bench:
-    """A layer by the backend that vLLM has under TURBOQUANT at this moment, its cache filled with random keys and values."""
+    """A layer by the backend that is under TURBOQUANT at this moment, its cache filled with random keys and values."""
     import vllm.v1.attention.backends.turboquant_attn as stock
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.kv_cache_interface import FullAttentionSpec
