@@ -7,6 +7,7 @@ packages from the engine environment of this checkout.
 
 import hashlib
 import os
+import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -44,6 +45,15 @@ class Standin:
 def engine_packages() -> Path:
     """Return the engine environment's site-packages, whether it is there or not."""
     return ENGINE / "lib" / f"python{PYTHON}" / "site-packages"
+
+
+def lacking() -> str | None:
+    """Say what this machine lacks to make the image; None: nothing."""
+    if not (engine_packages() / "vllm").is_dir():
+        return f"no vLLM in {engine_packages().relative_to(CHECKOUT)}: run `graft engine install engine`"
+    if shutil.which("debootstrap") is None or os.geteuid() != 0:
+        return "debootstrap is needed, and root to run it"
+    return None
 
 
 def describe() -> Standin:

@@ -1,0 +1,110 @@
+"""A real Docker Engine, a stand-in for the vllm-openai image, a small real model, and services made of them."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from launcher.host import docker
+from launcher.host.facts import Docker
+from launcher.images.pins import Pin
+from launcher.plan import Plan
+from launcher.planner import Inputs, make
+from launcher.prepare import models_dir
+from launcher.profile import load_model, load_profile
+from launcher.runtime.compose import ComposeService
+from launcher.service_files import service_files, store_secret, write
+from launcher.state import ServiceState
+from tests.compose import standin
+
+API_KEY = "a-key-that-must-not-leak"
+
+
+def missing(what: str) -> NoReturn:
+    """Skip for what this machine lacks; where CI runs it is there, so its absence is a failure."""
+    if os.environ.get("CI"):
+        pytest.fail(what)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def engine() -> Docker:
+    facts = docker.read().docker
+    if facts.error or facts.compose is None:
+        missing(f"no Docker Engine with Compose: {facts.error or facts.compose_error}")
+    return facts
+
+
+@pytest.fixture(scope="session")
+def base(engine: Docker) -> standin.Standin:
+    lacking = standin.lacking()
+    if lacking is not None:
+        missing(lacking)
+    return standin.ensure()
+
+
+@pytest.fixture(scope="session")
+def pin(base: standin.Standin) -> Pin:
+    return Pin(vllm="0.32.0", role="current", base=base.reference, python=standin.PYTHON, torch="2.13.0")
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    return models_dir() / "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A service whose files are written, not yet started."""
+
+    plan: Plan
+    state: ServiceState
+    image: str
+    service: ComposeService
+
+
+@dataclass(frozen=True)
+class Deployer:
+    """Writes the files of a service for the Docker Engine of this machine."""
+
+    pin: Pin
+    engine: Docker
+    folder: Path
+
+    def __call__(self, name: str, model_dir: Path, api_key: str | None = None) -> Deployed:
+        profile = load_profile("cpu")
+        serve = profile.serve.model_copy(update={"port": free_port()})
+        profile = profile.model_copy(update={"name": f"test-{name}", "serve": serve})
+        inputs = Inputs(profile=profile, model=load_model(profile.model), pin=self.pin, runtime="docker")
+        plan = make(inputs).plan
+        state = ServiceState(self.folder / plan.profile)
+        if api_key is not None:
+            store_secret(state, "api_key", api_key)
+        files = service_files(plan, state, model_dir, self.engine)
+        write(state.root, files)
+        image = next(line.split()[1] for line in files["compose.yaml"].decode().splitlines() if "image:" in line)
+        return Deployed(plan, state, image, ComposeService(state.compose_file, plan))
+
+
+@pytest.fixture(scope="module")
+def deploy(pin: Pin, engine: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployer]:
+    deployer = Deployer(pin, engine, tmp_path_factory.mktemp("state"))
+    yield deployer
+    for file in deployer.folder.glob("*/compose.yaml"):
+        # Not through the launcher: a test that failed may have left a server that does not end on request.
+        argv = ["docker", "compose", "--file", str(file), "down", "--volumes", "--timeout", "1"]
+        subprocess.run(argv, capture_output=True, check=True)
+    shutil.rmtree(deployer.folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
