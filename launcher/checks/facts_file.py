@@ -13,12 +13,14 @@ from launcher.host.facts import HostFacts
 _T = TypeVar("_T", bound=BaseModel)
 
 _WRAPPER_KEYS = ("facts", "plan")
+_CASE_KEYS = ("id", "sources", "evidence", "note", "expect")
+"""What a recorded case holds besides; it is not looked at."""
 
 
 def facts_from_file(path: Path) -> tuple[HostFacts, Demand | None]:
     """Read the facts of a machine, and the demand of a start where the file holds one.
 
-    The file is JSON or YAML: the bare facts, or a mapping with `facts` and perhaps `plan`.
+    The file is JSON or YAML: the bare facts, or a mapping with `facts` and perhaps `plan`, such as a recorded case.
 
     Raises:
         UsageError: the file cannot be read, or a key or a value is wrong; the message names it.
@@ -26,7 +28,7 @@ def facts_from_file(path: Path) -> tuple[HostFacts, Demand | None]:
     document = _document(path)
     if "facts" not in document:
         return _validated(HostFacts, document, path, ()), None
-    unknown = [str(key) for key in document if key not in _WRAPPER_KEYS]
+    unknown = [str(key) for key in document if key not in (*_WRAPPER_KEYS, *_CASE_KEYS)]
     if unknown:
         raise UsageError(f"{path}: {unknown[0]}: no such key; there are {' and '.join(_WRAPPER_KEYS)}")
     facts = _validated(HostFacts, document["facts"], path, ("facts",))

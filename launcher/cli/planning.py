@@ -217,9 +217,10 @@ def check(
         print_json(
             {
                 "verdict": result.verdict,
-                "problems": result.problems,
-                "selected": result.selected,
+                "causes": [problem.cause for problem in result.problems],
+                "selected_uuids": result.selected,
                 "gpu_mode": result.gpu_mode,
+                "problems": result.problems,
                 "facts": machine,
             }
         )

@@ -256,11 +256,11 @@ def _asked(request: FitRequest, utilization: float, batched_tokens: int, wanted_
 
 
 def _merit(report: FitReport, wanted_tokens: int, profile: Settings) -> tuple[int, int, int, int, float]:
-    """More context up to the wanted one, a card with room, a better verdict, then what is nearest to the profile."""
+    """A card with room, more context up to the wanted one, a better verdict, then what is nearest to the profile."""
     settings = report.request.settings
     return (
+        int(report.advisable_context_tokens > 0 and report.physical_slack_bytes >= 0),
         min(report.advisable_context_tokens, wanted_tokens),
-        int(report.physical_slack_bytes >= 0),
         int(report.verdict.value == "FITS"),
         settings.max_num_batched_tokens,
         -abs(settings.gpu_memory_utilization - profile.gpu_memory_utilization),
