@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -109,7 +110,9 @@ def write(path: Path, results: Mapping[str, Any]) -> None:
     """Write the results whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(results, indent=1, sort_keys=True)
+    text = re.sub(r"\[\s+([-\d.,e\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(path)
 
 

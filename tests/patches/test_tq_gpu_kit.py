@@ -176,6 +176,14 @@ def test_no_case_is_started_that_would_outlast_the_budget(kit: Any) -> None:
     assert kit(right, "--budget-s", "10") == (3, {})
 
 
+def test_numbers_of_a_list_share_a_line_and_stay_what_they_are(tmp_path: Path) -> None:
+    results = {"tokens": [1, 22], "margins": [0.5, 1e-05, -2.25], "none": [], "nested": [{"a": [3]}, "[ 4,\n 5 ]"]}
+    spec_decode.write(tmp_path / "results.json", results)
+    text = (tmp_path / "results.json").read_text()
+    assert '"margins": [0.5, 1e-05, -2.25]' in text
+    assert json.loads(text) == results
+
+
 def test_results_of_another_schema_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text('{"schema": 0}')
