@@ -79,6 +79,11 @@ def is_progress(line: str) -> bool:
     return bool(line.strip()) and not _NO_PROGRESS.search(line)
 
 
+def is_consequence(line: str) -> bool:
+    """Whether the line only passes on that another process failed."""
+    return _CONSEQUENCE.search(line) is not None
+
+
 def message(line: str) -> str:
     """Return a line without vLLM's process, time and place."""
     return line[_prefix_end(line) :]
@@ -91,7 +96,7 @@ def first_error(lines: Sequence[str]) -> tuple[str, ...]:
     """
     consequence: tuple[str, ...] = ()
     for error in _errors(lines):
-        if not _CONSEQUENCE.search(error[-1]) and not _CONSEQUENCE.search(error[0]):
+        if not is_consequence(error[-1]) and not is_consequence(error[0]):
             return error[:_MAX_ERROR_LINES]
         consequence = consequence or error
     return consequence[:_MAX_ERROR_LINES]

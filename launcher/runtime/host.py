@@ -48,13 +48,10 @@ class ProcessRecord(BaseModel):
 class HostService:
     """A server that runs, or ran, as a local process."""
 
-    def __init__(
-        self, state: ServiceState, record: ProcessRecord, process: "subprocess.Popen[bytes] | None" = None
-    ) -> None:
+    def __init__(self, state: ServiceState, record: ProcessRecord) -> None:
         self.record = record
         self._state = state
-        self._process = process
-        """Set in the command that started it, the only one that learns the exit code."""
+        self._exit_code: int | None = None
         self._read_to = 0
         self._unfinished = b""
 
@@ -67,10 +64,8 @@ class HostService:
         return self._state.logs_dir / LOG_NAME
 
     def state(self) -> RunState:
-        if self._process is not None:
-            code = self._process.poll()
-            return RunState("running") if code is None else RunState("exited", exit_code=code)
-        return RunState("running" if self._leader_lives() else "exited")
+        self._reap()
+        return RunState("running") if self._leader_lives() else RunState("exited", exit_code=self._exit_code)
 
     def new_log_lines(self) -> tuple[str, ...]:
         has_ended = not self.state().is_alive
@@ -127,6 +122,15 @@ class HostService:
             time.sleep(POLL_INTERVAL_S)
         return True
 
+    def _reap(self) -> None:
+        """Take the exit code of an ended server; only the command that started it gets one."""
+        try:
+            pid, status = os.waitpid(self.record.pid, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid:
+            self._exit_code = os.waitstatus_to_exitcode(status)
+
     def _leader_lives(self) -> bool:
         return _identity(self.record.pid) == (self.record.boot_id, self.record.start_ticks) and not _is_zombie(
             self.record.pid
@@ -138,8 +142,7 @@ class HostService:
         Once the leader is gone its number may belong to a stranger: then only processes that started after it and work
         in the service's folder are the server's.
         """
-        if self._process is not None:
-            self._process.poll()
+        self._reap()
         if _boot_id() != self.record.boot_id:
             return []
         leader_lives = self._leader_lives()
@@ -179,6 +182,8 @@ def start(plan: Plan, model_dir: Path, state: ServiceState, vllm: Path) -> HostS
             env=environment(plan, state, vllm, os.environ),
             start_new_session=True,
         )
+    # It outlives this command on purpose: HostService asks for its exit code, not this object.
+    process.returncode = 0
     # The identity of a child that was not waited for cannot be lost: at worst it is a zombie.
     boot_id, start_ticks = _identity(process.pid) or ("", 0)
     record = ProcessRecord(
@@ -192,7 +197,7 @@ def start(plan: Plan, model_dir: Path, state: ServiceState, vllm: Path) -> HostS
         argv_sha256=argv_digest(argv),
     )
     state.process_file.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    return HostService(state, record, process)
+    return HostService(state, record)
 
 
 def find(state: ServiceState) -> HostService | None:
