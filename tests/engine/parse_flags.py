@@ -17,7 +17,6 @@ vllm.platforms._current_platform = CpuPlatform()
 from vllm.entrypoints.cli.serve import cmd_init  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
-
 parser = FlexibleArgumentParser()
 commands = parser.add_subparsers(dest="subparser")
 for command in cmd_init():
