@@ -32,7 +32,7 @@ class Origin(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     repo: str
-    revision: str | None
+    revision: str | None = None
     """Commit of the hub's repository; None for a package."""
     package: str | None = None
     """PyPI package and version that carried it, converted here."""
