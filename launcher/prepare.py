@@ -10,6 +10,7 @@ from launcher.errors import UsageError
 from launcher.fit import calibration
 from launcher.fit.geometry import FitError
 from launcher.fit.weights import Weights, weights_from_folder
+from launcher.host import nvml
 from launcher.host.facts import HostFacts
 from launcher.host.modelfiles import incomplete_files
 from launcher.host.probe import probe
@@ -51,9 +52,14 @@ def shipped_and_own(options: Options) -> tuple[Profile, ...]:
     return tuple(load_profile(name, user) for name in profile_files(user))
 
 
-def host_facts(profile: Profile | None = None) -> HostFacts:
-    """Probe this machine, for a profile's port where one is given."""
-    return probe([profile.serve.port] if profile else [], models_dir(), state_root())
+def host_facts(profile: Profile) -> HostFacts:
+    """Probe this machine for a profile."""
+    return probe([profile.serve.port], models_dir(), state_root())
+
+
+def gpu_facts() -> HostFacts:
+    """Ask NVML alone: all that the choice of a profile needs."""
+    return HostFacts(nvml=nvml.read())
 
 
 def matches(options: Options, facts: HostFacts) -> tuple[Match, ...]:
@@ -70,7 +76,7 @@ def chosen_profile(options: Options, facts: HostFacts | None = None) -> tuple[Pr
     user = user_folder(options.profiles_dir)
     if options.profile:
         return load_profile(options.profile, user), None
-    facts = facts or host_facts()
+    facts = facts or gpu_facts()
     choice = choose(matches(options, facts), facts)
     if choice.profile is None:
         raise UsageError(choice.why)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from launcher import engine_env, ready, reports
 from launcher.ask import Answer, is_healthy
@@ -27,6 +27,9 @@ from launcher.runtime import RunState, Service
 from launcher.service_files import service_files, write
 from launcher.state import ServiceState, state_root
 from launcher.weights.fetch import FetchEvent, ensure_model
+
+if TYPE_CHECKING:
+    from launcher.diagnose import Diagnosis
 
 
 class Reporter(Protocol):
@@ -239,8 +242,9 @@ def curl(plan: Plan, base_url: str) -> str:
     )
 
 
-def diagnose_failure(failure: FailedStart) -> Diagnosis | None:
+def diagnose_failure(failure: FailedStart) -> "Diagnosis | None":
     """Return the one cause of a failed start; None where no rule knows it."""
+
     log = failure.log_file.read_text(encoding="utf-8") if failure.log_file else str(failure)
     state = failure.state
     container = None if state is None else ContainerState.model_validate(asdict(state))

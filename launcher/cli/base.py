@@ -46,6 +46,23 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Go on although the plan or the machine says no.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        out.print(f"graft {version('graft-launcher')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
 def chosen(options: Options) -> Profile:
     """Return the profile named or chosen; in the latter case say which and why."""
     profile, choice = chosen_profile(options)

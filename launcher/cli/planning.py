@@ -314,7 +314,7 @@ def _made(options: Options) -> Planned:
 def _facts(file: Path | None) -> "HostFacts":
     from launcher.checks import facts_from_file
 
-    return prepare.host_facts() if file is None else facts_from_file(file)[0]
+    return prepare.gpu_facts() if file is None else facts_from_file(file)[0]
 
 
 def _draw(made: Planned, path: Path) -> None:

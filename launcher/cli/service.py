@@ -2,12 +2,10 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launcher import service
-from launcher.ask import ask as ask_server
 from launcher.cli.base import (
     AdviseOption,
     FolderOption,
@@ -21,13 +19,17 @@ from launcher.cli.base import (
     out,
     print_json,
 )
-from launcher.cli.live import Live
 from launcher.cli.planning import show_plan
 from launcher.errors import CheckFailed, UsageError
-from launcher.planner import Planned
 from launcher.prepare import Options, api_key, host_facts, planned
 from launcher.state import ServiceState
 
+if TYPE_CHECKING:
+    from launcher import service
+    from launcher.cli.live import Live
+    from launcher.planner import Planned
+
+# What starts services is imported by the commands that do: the others answer in a few tenths of a second.
 app = typer.Typer()
 engine_app = typer.Typer(no_args_is_help=True, help="The environments that hold vLLM.")
 app.add_typer(engine_app, name="engine")
@@ -47,6 +49,9 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start the service and follow it to its first right answer."""
+    from launcher import service
+    from launcher.cli.live import Live
+
     options = Options(profile, model, profiles, runtime, None, advise)
     one = chosen(options)
     if dry_run:
@@ -74,6 +79,8 @@ def up(
 @app.command()
 def down(profile: ProfileOption = None, model: ModelOption = None, as_json: JsonOption = False) -> None:
     """Stop the service; without PROFILE, every service that was started here."""
+    from launcher import service
+
     names = (profile,) if profile else service.started_profiles()
     stopped = [name for name in names if service.down(name)]
     if as_json:
@@ -92,6 +99,8 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until interrupted.")] = False,
 ) -> None:
     """Print the service's log."""
+    from launcher import service
+
     one = service.service_of(_running_name(profile))
     if not follow:
         for line in one.log():
@@ -110,6 +119,8 @@ def logs(
 @app.command()
 def status(profile: ProfileOption = None, model: ModelOption = None, as_json: JsonOption = False) -> None:
     """Say what runs, whether it is healthy, and which fixes are in."""
+    from launcher import service
+
     names = (profile,) if profile else service.started_profiles()
     found = [service.status(name) for name in names]
     if as_json:
@@ -133,6 +144,9 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Ask the running model one question."""
+    from launcher import service
+    from launcher.ask import ask as ask_server
+
     if not question.strip():
         raise UsageError('nothing was asked; write make ask Q="What is the capital of France?"')
     name = _running_name(profile)
@@ -162,7 +176,8 @@ def install(
     name: Annotated[str, typer.Argument(help="engine: vLLM for CPUs; vllm-0.33: vLLM 0.33.0's Python for tests.")],
 ) -> None:
     """Install an environment, or what is missing of it."""
-    from launcher import engine_env
+    from launcher import engine_env, service
+    from launcher.cli.live import Live
 
     if name not in engine_env.ENVIRONMENTS:
         raise UsageError(f"{name}: no such environment; there are {', '.join(engine_env.ENVIRONMENTS)}")
@@ -171,6 +186,8 @@ def install(
 
 
 def _running_name(profile: str | None) -> str:
+    from launcher import service
+
     if profile:
         return profile
     names = service.started_profiles()
@@ -182,14 +199,16 @@ def _running_name(profile: str | None) -> str:
     return names[0]
 
 
-def _say_plan(made: Planned, live: Live) -> None:
+def _say_plan(made: "Planned", live: "Live") -> None:
     plan = made.plan
     live.note(f"{plan.model} with {plan.max_model_len or 'automatic'} tokens of context on vLLM {plan.vllm}.")
     for problem in plan.problems:
         live.note(f"{problem.severity}: {problem.cause}: {problem.message} -> {problem.remedy}")
 
 
-def _say_started(started: service.Started, as_json: bool) -> None:
+def _say_started(started: "service.Started", as_json: bool) -> None:
+    from launcher import service
+
     plan = started.plan
     if as_json:
         print_json(
@@ -217,7 +236,9 @@ def _say_started(started: service.Started, as_json: bool) -> None:
     _say_ready(plan.served_name, started.base_url, service.curl(plan, started.base_url))
 
 
-def _say_already_up(options: Options, running: service.Running, as_json: bool) -> None:
+def _say_already_up(options: Options, running: "service.Running", as_json: bool) -> None:
+    from launcher import service
+
     plan = running.plan
     if not running.is_healthy:
         raise CheckFailed(
@@ -238,7 +259,9 @@ def _say_ready(model: str, base_url: str, curl: str) -> None:
     out.print(curl, markup=False, soft_wrap=True)
 
 
-def _say_failure(failure: service.FailedStart) -> None:
+def _say_failure(failure: "service.FailedStart") -> None:
+    from launcher import service
+
     diagnosis = service.diagnose_failure(failure)
     if diagnosis is not None:
         from launcher.views import diagnosis_text
@@ -248,7 +271,7 @@ def _say_failure(failure: service.FailedStart) -> None:
         err.print(f"Stopped. The whole log: {_short(failure.log_file)}", markup=False)
 
 
-def _say_status(one: service.Status) -> None:
+def _say_status(one: "service.Status") -> None:
     mark = "[green]healthy[/]" if one.is_good else "[red]not healthy[/]"
     out.print(f"{one.plan.profile}: {mark}, {one.state.status}, {one.plan.served_name} at {one.base_url}")
     for problem in one.fix_problems:
