@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help up down logs status ask render plan explain profiles models fixes doctor install install-dev check test clean
+.PHONY: help up down logs status ask render plan explain profiles models fixes doctor install install-dev check test generated clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,12 @@ test: check ## All tests that this machine can run; the others skip by name
 	$(GRAFT) engine install engine
 	$(GRAFT) engine install vllm-0.33
 	$(VENV)/bin/python -m pytest tests/patches tests/engine tests/compose
+
+generated: install-dev ## Write again what follows from the code: schemas, golden files, README's tables
+	@$(GRAFT) schema profile > profiles/schema/profile.schema.json
+	@$(GRAFT) schema model > profiles/schema/model.schema.json
+	$(VENV)/bin/python -m tests.launcher.golden
+	$(VENV)/bin/python -m tests.launcher.readme
 
 clean: ## Remove the environments and caches; services' state in .graft stays
 	rm -rf .venv .venv-engine .venv-vllm-0.33 .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -235,21 +235,16 @@ def check(
 
 
 @app.command()
-def fixes(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As README carries it.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+def fixes(as_json: JsonOption = False) -> None:
     """List the fixes for vLLM: what each is for, when it is wanted, and which versions get it."""
     from vllm_graft.fixes import FIXES
 
     from launcher import survey
-    from launcher.views import fixes_markdown, fixes_table
+    from launcher.views import fixes_table
 
     versions = survey.pinned_versions()
     if as_json:
         print_json([_fix_json(one, versions) for one in FIXES])
-    elif markdown:
-        out.print(fixes_markdown(FIXES, versions), markup=False, soft_wrap=True)
     else:
         out.print(fixes_table(FIXES, versions))
 
