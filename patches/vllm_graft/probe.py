@@ -35,7 +35,8 @@ def _cast(name: str, expected: float) -> Fp8Cast:
         _round_trip[(1,)](source, target, getattr(tl, name))
         found = target.item()
     except Exception as error:  # noqa: BLE001 - a compiler can fail in any way, and how it does is the answer
-        return Fp8Cast(name, works=False, reason=f"{type(error).__name__}: {error}".splitlines()[0])
+        # Triton quotes the source line first and says last what is wrong with it.
+        return Fp8Cast(name, works=False, reason=f"{type(error).__name__}: {error}".strip().splitlines()[-1])
     works = found == expected
     return Fp8Cast(name, works, "" if works else f"{_INPUT} became {found}, not {expected}")
 
