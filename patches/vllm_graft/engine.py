@@ -116,7 +116,10 @@ class Engine:
 
     def found_fingerprint(self, patch: Patch) -> str:
         """The fingerprint of the fix's target and of what else its replacement relies on, below any fix."""
-        return fingerprint(self.stock(path) for path in (patch.target.path, *patch.target.reads))
+        return fingerprint(self._sources(patch))
+
+    def _sources(self, patch: Patch) -> list[Any]:
+        return [self.stock(path) for path in (patch.target.path, *patch.target.reads)]
 
     def _report(self, applied: Applied) -> Attempt:
         return Attempt(Outcome.APPLIED, f"in place of {applied.patch.target.path}", applied.fingerprint)
@@ -143,8 +146,9 @@ class Engine:
 
     def _checked_fingerprint(self, patch: Patch, vllm: str) -> str:
         version = Version(vllm).public
+        sources = self._sources(patch)
         try:
-            found = self.found_fingerprint(patch)
+            found = fingerprint(sources)
         except (TypeError, OSError) as error:
             raise Unresolved(Outcome.DRIFTED, f"{patch.target.path} has no source to compare: {error}") from error
         known = patch.fingerprints.get(version)

@@ -162,12 +162,18 @@ def test_what_the_replacement_relies_on_is_part_of_the_fingerprint(stock: MakeSt
     assert Engine().apply(with_reads, "1.0").outcome is Outcome.APPLIED
 
 
-def test_a_module_that_fails_to_import_is_a_failure_with_its_cause(stock: MakeStock, make_patch: MakePatch) -> None:
-    package = stock({"broken": "import surely_not_installed\n"})
+@pytest.mark.parametrize(
+    ("statement", "cause"),
+    [("import surely_not_installed", "surely_not_installed"), ("raise OSError('libcudart.so.13')", "libcudart.so.13")],
+)
+def test_a_module_that_fails_to_import_is_a_failure_with_its_cause(
+    stock: MakeStock, make_patch: MakePatch, statement: str, cause: str
+) -> None:
+    package = stock({"broken": f"{statement}\n"})
     patch = make_patch(package.path("broken:answer"), doubled, fingerprints={"1.0": "0" * 16})
     attempt = Engine().apply(patch, "1.0")
     assert attempt.outcome is Outcome.FAILED
-    assert "surely_not_installed" in attempt.reason
+    assert cause in attempt.reason
 
 
 def test_a_module_that_is_being_imported_is_pending(stock: MakeStock, make_patch: MakePatch) -> None:
