@@ -293,6 +293,7 @@ def install_plugin(directory: Path) -> Path:
 
 def preload() -> None:
     """Import vLLM's engine once, for all cases to be forked from; nothing here starts CUDA."""
+    import vllm.entrypoints.llm
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.gpu.model_runner
     import vllm.v1.worker.gpu_worker  # noqa: F401

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.worker import workspace
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
     from vllm_graft.engine import Engine
     from vllm_graft.facts import vllm_version
     from vllm_graft.fixes.tq_spec_decode import PATCH
@@ -171,15 +172,25 @@ def rows(calls: Calls) -> list[list[int]]:
 # tq-spec-fullgraph: the dummy batch of a capture has host lengths equal to its query lengths, as first chunks have.
 
 
-def captured_rows(layer: Layer, calls: Calls) -> list[list[int]]:
-    """The rows that a graph of 2 x 4 tokens reads when it is replayed for a real batch of other lengths."""
-    capture = batch([4, 4], [4, 4])
+def captured(layer: Layer, calls: Calls) -> tuple[list[int], list[list[int]]]:
+    """What a graph of 2 x 4 tokens holds, and the rows that it reads when replayed for a real batch of other lengths.
+
+    vLLM captures attention of 4 tokens among themselves, twice.
+    """
+    dummy = InputBatch.make_dummy(2, 8, InputBuffers(MAX_SEQS, 64, CPU))
+    assert dummy.seq_lens_cpu_upper_bound.tolist() == [4, 4]
+    capture = batch([4, 4], [4, 4]).replace(
+        query_start_loc=dummy.query_start_loc,
+        seq_lens=dummy.seq_lens,
+        seq_lens_cpu_upper_bound=dummy.seq_lens_cpu_upper_bound,
+        max_seq_len=BLOCK_SIZE * MAX_BLOCKS,
+    )
     attend(layer, layer.builder.build_for_cudagraph_capture(capture))
     real = batch([4, 4], [100, 37])
     for name in ("seq_lens", "query_start_loc", "block_table_tensor"):
         getattr(capture, name).copy_(getattr(real, name))  # the runner's buffers, which the graph also reads
     layer.builder.build(0, capture.replace(seq_lens_cpu_upper_bound=real.seq_lens_cpu_upper_bound, max_seq_len=100))
-    return rows(calls)
+    return calls.flash, rows(calls)
 
 
 # tq-optimistic-lengths: the host takes all drafts as accepted, the device knows that two were not.
@@ -199,7 +210,7 @@ def cached_tokens_seen(layer: Layer, calls: Calls) -> tuple[list[int], list[list
 
 
 FAULTS = {
-    "tq-spec-fullgraph": (captured_rows, [], [[97, 98, 99, 100, 34, 35, 36, 37]]),
+    "tq-spec-fullgraph": (captured, ([4, 4], []), ([], [[97, 98, 99, 100, 34, 35, 36, 37]])),
     "tq-optimistic-lengths": (rows_after_rejection, [[99, 100, 101, 102]], [[97, 98, 99, 100]]),
     "tq-mixed-batch": (cached_tokens_seen, ([150], []), ([100], [list(range(41, 91))])),
 }
