@@ -58,7 +58,10 @@ class Diagnosis(BaseModel):
 
 def _compiled(value: object) -> object:
     texts = [value] if isinstance(value, str) else value
-    return tuple(re.compile(text, re.MULTILINE) for text in texts) if isinstance(texts, list) else value
+    try:
+        return tuple(re.compile(text, re.MULTILINE) for text in texts) if isinstance(texts, list) else value
+    except re.error as error:
+        raise ValueError(f"{error.pattern!r}: {error}") from error
 
 
 Patterns = Annotated[tuple[re.Pattern[str], ...], BeforeValidator(_compiled)]

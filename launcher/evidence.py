@@ -163,12 +163,10 @@ class Context(Known):
     container: ContainerState | None = None
     container_user: str | None = None
     container_env: dict[str, str] = Field(default_factory=dict)
-    container_age_s: float | None = None
     cache_key: str | None = None
     """What the mounted compile cache was made with."""
     cache_owner: str | None = None
     healthcheck: HealthCheck | None = None
-    last_phase: str | None = None
     metrics: Metrics | None = None
     seconds_since_last_stats_line: float | None = None
     port: int | None = None
