@@ -113,7 +113,7 @@ def test_redacting_a_report_twice_changes_nothing(path: Path) -> None:
     assert redact(once, SECRETS) == once
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.one_of(st.sampled_from([text for text, _ in PRIVATE]), st.text(max_size=12)), max_size=8),
     st.sampled_from([" ", "\n", ""]),
@@ -123,7 +123,7 @@ def test_redacting_any_text_twice_changes_nothing(parts: list[str], separator: s
     assert redact(once, SECRETS, users=["alice", "secret"], hosts=["tower", "ip"]) == once
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.text(alphabet=st.characters(codec="ascii", categories=("L", "N")), min_size=SHORTEST_PART, max_size=40),
     st.text(max_size=20),
