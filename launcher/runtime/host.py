@@ -64,8 +64,10 @@ class HostService:
         return self._state.logs_dir / LOG_NAME
 
     def state(self) -> RunState:
+        # In this order: a process that ends in between is running now and has its exit code the next time.
+        lives = self._leader_lives()
         self._reap()
-        return RunState("running") if self._leader_lives() else RunState("exited", exit_code=self._exit_code)
+        return RunState("running") if lives else RunState("exited", exit_code=self._exit_code)
 
     def new_log_lines(self) -> tuple[str, ...]:
         has_ended = not self.state().is_alive
