@@ -143,6 +143,8 @@ def cache_key(plan: Plan, around: Surroundings) -> str:
 def _server(plan: Plan, around: Surroundings, name: str) -> Service:
     return Service(
         image=around.image,
+        # No registry has it: it is built where it is missing.
+        pull_policy="never",
         build=Build(context="./image"),
         container_name=name,
         depends_on={"cache": Dependency(condition="service_completed_successfully")},

