@@ -64,10 +64,9 @@ class HostService:
         return self._state.logs_dir / LOG_NAME
 
     def state(self) -> RunState:
-        # In this order: a process that ends in between is running now and has its exit code the next time.
-        lives = self._leader_lives()
-        self._reap()
-        return RunState("running") if lives else RunState("exited", exit_code=self._exit_code)
+        if self._is_running_child() or (self._exit_code is None and self._leader_lives()):
+            return RunState("running")
+        return RunState("exited", exit_code=self._exit_code)
 
     def new_log_lines(self) -> tuple[str, ...]:
         has_ended = not self.state().is_alive
@@ -124,14 +123,15 @@ class HostService:
             time.sleep(POLL_INTERVAL_S)
         return True
 
-    def _reap(self) -> None:
-        """Take the exit code of an ended server; only the command that started it gets one."""
+    def _is_running_child(self) -> bool:
+        """Whether this command started the server and it runs; takes its exit code when it ended, once."""
         try:
             pid, status = os.waitpid(self.record.pid, os.WNOHANG)
         except ChildProcessError:
-            return
+            return False
         if pid:
             self._exit_code = os.waitstatus_to_exitcode(status)
+        return pid == 0
 
     def _leader_lives(self) -> bool:
         return _identity(self.record.pid) == (self.record.boot_id, self.record.start_ticks) and not _is_zombie(
@@ -144,7 +144,8 @@ class HostService:
         Once the leader is gone its number may belong to a stranger: then only processes that started after it and work
         in the service's folder are the server's.
         """
-        self._reap()
+        # An ended child keeps its number until it is waited for.
+        self._is_running_child()
         if _boot_id() != self.record.boot_id:
             return []
         leader_lives = self._leader_lives()
@@ -292,8 +293,10 @@ def _identity(pid: int) -> tuple[str, int] | None:
 
 
 def _is_zombie(pid: int) -> bool:
+    """Whether a process ended and nobody took its exit code; not while threads of it still run and hold its port."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
     except psutil.NoSuchProcess:
         return True
 
