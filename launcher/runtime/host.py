@@ -48,9 +48,11 @@ class ProcessRecord(BaseModel):
 class HostService:
     """A server that runs, or ran, as a local process."""
 
-    def __init__(self, state: ServiceState, record: ProcessRecord) -> None:
+    def __init__(self, state: ServiceState, record: ProcessRecord, is_child: bool = False) -> None:
         self.record = record
         self._state = state
+        self._is_child = is_child
+        """Whether this command started it, and has not taken its exit code yet."""
         self._exit_code: int | None = None
         self._read_to = 0
         self._unfinished = b""
@@ -124,14 +126,13 @@ class HostService:
         return True
 
     def _is_running_child(self) -> bool:
-        """Whether this command started the server and it runs; takes its exit code when it ended, once."""
-        try:
+        """Whether this command started the server and it runs; takes its exit code when it ended."""
+        if self._is_child:
             pid, status = os.waitpid(self.record.pid, os.WNOHANG)
-        except ChildProcessError:
-            return False
-        if pid:
-            self._exit_code = os.waitstatus_to_exitcode(status)
-        return pid == 0
+            if pid:
+                self._is_child = False
+                self._exit_code = os.waitstatus_to_exitcode(status)
+        return self._is_child
 
     def _leader_lives(self) -> bool:
         return _identity(self.record.pid) == (self.record.boot_id, self.record.start_ticks) and not _is_zombie(
@@ -200,7 +201,7 @@ def start(plan: Plan, model_dir: Path, state: ServiceState, vllm: Path) -> HostS
         argv_sha256=argv_digest(argv),
     )
     state.process_file.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    return HostService(state, record)
+    return HostService(state, record, is_child=True)
 
 
 def find(state: ServiceState) -> HostService | None:
