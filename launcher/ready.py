@@ -17,6 +17,8 @@ POLL_INTERVAL_S = 0.2
 STATE_INTERVAL_S = 1.0
 WORK_INTERVAL_S = 10.0
 LAST_LINES = 20
+DYING_S = 2.0
+"""A server that broke off an answer may need so long to end."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +224,14 @@ def follow(
     while inquiry.is_alive():
         yield from follower.look()
         inquiry.join(POLL_INTERVAL_S)
-    # The server may have died over the question: then its end is the reason, not the broken answer.
-    follower.state_asked_s = float("-inf")
-    yield from follower.look()
+    # The server may have died over the question: then its end is the reason, not the broken answer before it.
+    given_up_s = time.monotonic() + (DYING_S if inquiry.answer is None else 0.0)
+    while True:
+        follower.state_asked_s = float("-inf")
+        yield from follower.look()
+        if time.monotonic() >= given_up_s:
+            break
+        time.sleep(POLL_INTERVAL_S)
     yield Ready(_judged(inquiry, canary, follower), time.monotonic() - follower.started_s)
 
 

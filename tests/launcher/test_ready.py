@@ -51,6 +51,7 @@ class Scripted:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ready, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(ready, "STATE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(ready, "DYING_S", 0.1)
 
 
 @pytest.fixture
