@@ -203,6 +203,8 @@ def test_orphans_of_a_killed_server_are_stopped_too(bench: Bench, monkeypatch: p
 def test_a_stranger_with_the_recorded_pid_is_neither_seen_nor_stopped(bench: Bench) -> None:
     service = bench.start()
     service.stop()
+    # The kernel's clock ticks every 10 ms; numbers are not used again within one.
+    time.sleep(0.05)
     with subprocess.Popen(("sleep", "60"), start_new_session=True) as stranger:
         try:
             record = service.record.model_copy(update={"pid": stranger.pid})
