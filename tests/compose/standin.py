@@ -21,11 +21,16 @@ PYTHON = "3.11"
 """Python of Debian bookworm, and of the engine environment that fits it."""
 SUITE = "bookworm"
 PACKAGES = f"usr/local/lib/python{PYTHON}/dist-packages"
-DEBIAN_PACKAGES = ("ca-certificates", "curl", "g++", "libnuma1", "python3", "python3-dev")
+DEBIAN_PACKAGES = ("ca-certificates", "curl", "g++", "libnuma1", "python3")
 NOT_IN_THE_BASE = ("vllm-", "vllm_graft", "__editable__")
 """What the engine environment holds that stands for something else, or comes later."""
 REPOSITORY = "graft-test/vllm-openai"
-CHANGES = ('ENTRYPOINT ["vllm", "serve"]', "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+LABEL = "graft.stand-in"
+CHANGES = (
+    'ENTRYPOINT ["vllm", "serve"]',
+    "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    f"LABEL {LABEL}=true",
+)
 
 NO_ENGINE = f"no vLLM for Python {PYTHON} in {ENGINE.name}; `graft engine install engine` installs it"
 CONSOLE_SCRIPT = """#!/usr/bin/python3
@@ -84,7 +89,15 @@ def ensure() -> Standin:
             _debootstrap(Path(folder))
             _prepare(Path(folder), standin)
             _import(Path(folder), standin)
+        _remove_older(standin)
     return standin
+
+
+def is_real(reference: str) -> bool:
+    """Whether Docker has an image of this name that is no stand-in."""
+    argv = ["docker", "image", "inspect", "--format", f'{{{{index .Config.Labels "{LABEL}"}}}}', reference]
+    found = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return found.returncode == 0 and found.stdout.strip() != "true"
 
 
 def _debootstrap(root: Path) -> None:
@@ -117,6 +130,15 @@ def _import(root: Path, standin: Standin) -> None:
                 if not path.name.startswith(NOT_IN_THE_BASE):
                     archive.add(path, arcname=f"./{PACKAGES}/{path.name}", filter=_owned_by_root)
     assert docker.returncode == 0, f"docker import of {standin.reference} failed"
+
+
+def _remove_older(standin: Standin) -> None:
+    # The label is inherited: images that were built from an older stand-in go with it.
+    listing = ["docker", "image", "ls", "--filter", f"label={LABEL}", "--format", "{{.Repository}}:{{.Tag}}"]
+    references = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()
+    older = [reference for reference in references if reference != standin.reference]
+    if older:
+        subprocess.run(["docker", "image", "rm", "--force", *older], capture_output=True, check=True)
 
 
 def _without_leftovers(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
