@@ -1,4 +1,4 @@
-"""What the fix qwen3-arguments-lost costs: 1 MiB of arguments streamed in deltas of 4 characters, against vLLM's parser.
+"""What the fix qwen3-arguments-lost costs: 1 MiB of arguments in deltas of 4 characters, against vLLM's parser.
 
     .venv-vllm-0.33/bin/python -m tests.patches.bench_qwen3_arguments
 
@@ -43,7 +43,9 @@ def cpu_seconds(server: Server, chars: int) -> float:
         f"<parameter=content>\n{content}\n</parameter>\n</function>\n</tool_call>"
     )
     case = Case("bench", text, [TOOL], False, ())
-    deltas = [(text[start : start + DELTA_CHARS], []) for start in range(0, len(text), DELTA_CHARS)]
+    deltas: list[tuple[str, list[int]]] = [
+        (text[start : start + DELTA_CHARS], []) for start in range(0, len(text), DELTA_CHARS)
+    ]
     times = []
     for _ in range(ROUNDS):
         start_s = time.process_time()

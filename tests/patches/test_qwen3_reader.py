@@ -88,7 +88,7 @@ def call(content: str, key: str = "content") -> str:
 
 
 @settings(max_examples=300, deadline=None)
-@given(OUTPUTS, st.lists(st.integers(1, 9), min_size=1, max_size=12), st.booleans(), st.sampled_from([TOOLS, {}, None]))
+@given(OUTPUTS, st.lists(st.integers(1, 9), min_size=1, max_size=12), st.booleans(), st.sampled_from([TOOLS, {}]))
 def test_the_result_is_the_same_for_every_way_to_cut_the_output(
     output: str, sizes: list[int], reasoning: bool, tools: Any
 ) -> None:
@@ -138,8 +138,9 @@ def test_a_tag_in_prose_or_code_is_no_call(mention: str) -> None:
     assert read(mention + "\n</think>\nYes.", reasoning=True)[2] == []
 
 
-def test_a_closed_fence_does_not_hide_the_call_behind_it() -> None:
-    assert read("```sh\nls\n```\n" + call("x"))[2] == [("write_file", '{"content": "x"}')]
+@pytest.mark.parametrize("code", ["```sh\nls\n```\n", "````md\n```sh\nls\n```\n````\n", "```a``` b\n", "`a`\n"])
+def test_code_that_is_closed_does_not_hide_the_call_behind_it(code: str) -> None:
+    assert read(code + call("x"))[2] == [("write_file", '{"content": "x"}')]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from vllm_graft.engine import Engine
@@ -21,7 +22,7 @@ pytest.importorskip("vllm", reason="needs an environment with vLLM; the launcher
 from vllm.parser import ParserManager
 from vllm.tool_parsers import ToolParserManager
 
-from tests.patches.qwen3_serving import TOKENS
+from tests.patches.qwen3_serving import TOKENS, load_cases
 
 VERSION = vllm_version() or ""
 
@@ -47,6 +48,26 @@ def test_the_command_line_names_and_the_grammar_stay() -> None:
         assert tool_parser.structural_tag_model == original.structural_tag_model
         assert tool_parser.supports_required_and_named == original.supports_required_and_named
         assert parser(TOKENS)._engine_based
+
+
+@pytest.mark.usefixtures("applied")
+def test_beside_another_tool_parser_or_none_reasoning_is_vllms_own() -> None:
+    original = Engine().stock("vllm.reasoning.qwen3_engine_reasoning_parser:Qwen3ParserReasoningAdapter")
+    alone = ParserManager.get_parser(None, "qwen3").reasoning_parser_cls
+    assert alone is not original
+    texts = [case.text for case in load_cases()] + [
+        'I call.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    ]
+    for text in texts:
+        ours, theirs = alone(TOKENS), original(TOKENS)
+        assert ours.extract_reasoning(text, None) == theirs.extract_reasoning(text, None)
+        ours, theirs = alone(TOKENS), original(TOKENS)
+        for token in TOKENS.encode(text):
+            arguments: tuple[Any, ...] = ("", "", TOKENS.decode([token]), [], [], [token])
+            assert ours.extract_reasoning_streaming(*arguments) == theirs.extract_reasoning_streaming(*arguments)
+            assert ours.has_engine_confirmed_reasoning_end() == theirs.has_engine_confirmed_reasoning_end()
+        assert ours.finish_streaming() == theirs.finish_streaming()
+        assert ours.count_reasoning_tokens([token]) == theirs.count_reasoning_tokens([token])
 
 
 def test_the_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

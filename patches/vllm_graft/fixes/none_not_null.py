@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 from vllm_graft.patch import Patch, Process, Target
 
 _NAME = "coerce_to_schema_type"
+_COPIES = ("vllm.parser.engine.parser_engine", "vllm.parser.minimax_m3", "vllm.tool_parsers.k2_horizon_tool_parser")
 
 
 def build(original: Any) -> Any:
     """The function that gives null for `None` where the schema allows null, and vLLM's answer everywhere else."""
+    for module in _COPIES:
+        importlib.import_module(module)  # loaded after this, it would keep the replacement when the fix is taken out
 
     @functools.wraps(original)
     def coerce_to_schema_type(value: str, schema_type: str | list[str]) -> Any:
@@ -45,11 +49,7 @@ PATCH = Patch(
     kind="wrap",
     target=Target(
         f"vllm.tool_parsers.utils:{_NAME}",
-        also=(
-            f"vllm.parser.engine.parser_engine:{_NAME}",
-            f"vllm.parser.minimax_m3:{_NAME}",
-            f"vllm.tool_parsers.k2_horizon_tool_parser:{_NAME}",
-        ),
+        also=tuple(f"{module}:{_NAME}" for module in _COPIES),
     ),
     fingerprints={"0.32.0": "6d0bfc77fc5e8d08", "0.33.0": "0a29f00ebeedb6f9"},
     build=build,

@@ -77,23 +77,13 @@ def restore(original: Any) -> None:
 
 
 def reached() -> Any:
-    """The tool parser of the pair that the API server composes from the command line's names.
-
-    Raises:
-        RuntimeError: a composed pair is not of one kind, or is not streamed as one engine.
-
-    """
+    """The tool parser of the pair that the API server composes; anything that is not one pair is returned as it is."""
     from vllm.parser import ParserManager
 
-    found = [
-        ParserManager.get_parser(name, REASONING_PARSER, enable_auto_tools=True, model_name="") for name in TOOL_PARSERS
-    ]
-    for parser in found:
-        pair = (parser.tool_parser_cls, parser.reasoning_parser_cls)
-        if pair[1] is not _reasoning_parser(pair[0]) or not all(half.engine_based_streaming for half in pair):
-            raise RuntimeError(f"vLLM composes {pair[0].__name__} with {pair[1].__name__}")
-    first, *others = (parser.tool_parser_cls for parser in found)
-    return next((other for other in others if other is not first), first)
+    found = [ParserManager.get_parser(name, REASONING_PARSER, enable_auto_tools=True) for name in TOOL_PARSERS]
+    tool_parser = found[0].tool_parser_cls
+    pairs = {(parser.tool_parser_cls, parser.reasoning_parser_cls) for parser in found}
+    return tool_parser if pairs == {(tool_parser, _reasoning_parser(tool_parser))} else pairs
 
 
 PATCH = Patch(
@@ -101,7 +91,7 @@ PATCH = Patch(
     title="Qwen3 tool calls keep every argument, byte for byte, streamed or not",
     symptom=(
         "tool calls lose an argument or arrive as broken JSON, code in an argument is cut at a tag, and an answer that "
-        "mentions <tool_call> ends there"
+        "mentions a tag of the format ends there"
     ),
     upstream=(f"{_ISSUES}/57699", f"{_ISSUES}/55495", f"{_ISSUES}/34919", f"{_ISSUES}/33965"),
     processes=(Process.API_SERVER,),

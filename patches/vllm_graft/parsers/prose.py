@@ -27,14 +27,14 @@ class Prose(Line):
     def __init__(self) -> None:
         super().__init__()
         self.is_empty = True
-        self._in_fence = False
+        self._fence_width = 0
         self._line = ""
         self._last = ""
 
     @property
     def in_code(self) -> bool:
         """Whether what comes next is in a code fence or right behind a backtick."""
-        return self._in_fence or self._last == "`"
+        return bool(self._fence_width) or self._last == "`"
 
     def add(self, text: str) -> None:
         """Read on."""
@@ -51,8 +51,9 @@ class Prose(Line):
         line = line.strip()
         if not line.startswith(_FENCE):
             return
-        info = line.lstrip("`").strip()
-        if self._in_fence:
-            self._in_fence = bool(info)
-        else:
-            self._in_fence = "`" not in info
+        info = line.lstrip("`")
+        width = len(line) - len(info)
+        if not self._fence_width:
+            self._fence_width = 0 if "`" in info else width
+        elif width >= self._fence_width and not info:
+            self._fence_width = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from vllm.entrypoints.generate.base.protocol import (
     DeltaMessage,
@@ -53,7 +53,10 @@ def typing() -> Typing:
 
 
 class Qwen3ReasoningParser(Qwen3ParserReasoningAdapter):  # type: ignore[misc]
-    """Ends reasoning at `</think>` or at a call, but not at a tag that is only mentioned."""
+    """Ends reasoning at `</think>` or at a call, but not at a tag that is only mentioned.
+
+    It knows a call by the tools that `Qwen3ToolParser` has; beside any other tool parser, or none, it is vLLM's own.
+    """
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
@@ -64,11 +67,13 @@ class Qwen3ReasoningParser(Qwen3ParserReasoningAdapter):  # type: ignore[misc]
 
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         """Split a whole output into reasoning and the rest, which holds the calls."""
+        if self.tools is None:
+            return cast(tuple[str | None, str | None], super().extract_reasoning(model_output, request))
         self._counter.is_streaming = False
         engine = self._parser_engine
         if not engine.thinking_enabled or getattr(engine, "_prompt_closes_reasoning", False):
             return None, model_output
-        reader = self._new_reader()
+        reader = Reader(self.tools, typing(), reasoning=True)
         events = reader.feed(model_output)
         if not reader.has_ended_reasoning:
             events += reader.finish()
@@ -84,17 +89,25 @@ class Qwen3ReasoningParser(Qwen3ParserReasoningAdapter):  # type: ignore[misc]
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
         """Take a delta; after the end of reasoning, its content is the text that follows it."""
-        reader = self._reader = self._reader or self._new_reader()
+        if self.tools is None:
+            return super().extract_reasoning_streaming(
+                previous_text, current_text, delta_text, previous_token_ids, current_token_ids, delta_token_ids
+            )
+        reader = self._reader = self._reader or Reader(self.tools, typing(), reasoning=True)
         events = reader.feed(delta_text)
         self._counter.add(delta_token_ids)
         return self._message(events, reader.rest)
 
     def has_engine_confirmed_reasoning_end(self) -> bool:
         """Whether the streamed reasoning is over."""
+        if self.tools is None:
+            return bool(super().has_engine_confirmed_reasoning_end())
         return self._reader is not None and self._reader.has_ended_reasoning
 
     def finish_streaming(self) -> DeltaMessage | None:
         """What was held back; nothing once the end has handed the rest over."""
+        if self.tools is None:
+            return super().finish_streaming()
         if self._reader is None or self._reader.has_ended_reasoning:
             return None
         return self._message(self._reader.finish(), None)
@@ -105,9 +118,6 @@ class Qwen3ReasoningParser(Qwen3ParserReasoningAdapter):  # type: ignore[misc]
             return int(super().count_reasoning_tokens(token_ids))
         ended = self._reader is not None and self._reader.has_ended_reasoning
         return self._counter.count(ended=ended)
-
-    def _new_reader(self) -> Reader:
-        return Reader(self.tools, typing(), reasoning=True)
 
     def _message(self, events: list[Event], rest: str | None) -> DeltaMessage | None:
         fields: dict[str, Any] = {}

@@ -33,13 +33,12 @@ _AFTER_HEADER = (*_BODY, Tag.END_CALL, Tag.END, Tag.PARTIAL)
 class Reader:
     """Reads one output.
 
-    `tools` are the declared tools by name; None where they are not known: a call is then told by its form.  With no
-    tools nothing is a call.  A reader that begins in reasoning stops where the reasoning ends; `rest` is what
-    follows, for the next reader.
+    `tools` are the declared tools by name; without any nothing is a call.  A reader that begins in reasoning stops
+    where the reasoning ends; `rest` is what follows, for the next reader.
     """
 
     def __init__(
-        self, tools: Mapping[str, Tool] | None, typing: Typing, *, reasoning: bool, think_is_text: bool = False
+        self, tools: Mapping[str, Tool], typing: Typing, *, reasoning: bool, think_is_text: bool = False
     ) -> None:
         self.calls: list[Call] = []
         self.rest: str | None = None
@@ -97,7 +96,7 @@ class Reader:
         if piece.tag in (Tag.THINK, Tag.END_THINK):
             return self._read_think(piece)
         is_mentioned = self._prose.in_code or (self._mentions_call and piece.tag is Tag.FUNCTION)
-        if piece.tag in (Tag.CALL, Tag.FUNCTION) and self._tools != {} and not is_mentioned:
+        if piece.tag in (Tag.CALL, Tag.FUNCTION) and self._tools and not is_mentioned:
             is_call = self._begins_call(piece)
             if is_call is None:
                 return False
@@ -168,7 +167,7 @@ class Reader:
         name = text.removeprefix("<function=")
         if name == text:
             return "<function=".startswith(text)
-        return self._tools is None or any(declared.startswith(name) for declared in self._tools)
+        return any(declared.startswith(name) for declared in self._tools)
 
     def _called(self, index: int, behind: Tag, *, wrapped: bool) -> Tool | None:
         """The tool that the header at an index calls, None where it is text.
@@ -185,8 +184,7 @@ class Reader:
         return Tool(name) if wrapped and in_form and header.closed and _PLAUSIBLE_NAME.fullmatch(name) else None
 
     def _tool(self, name: str) -> Tool | None:
-        tools = self._tools or {}
-        return tools.get(name) or tools.get(name.strip().strip("\"'"))
+        return self._tools.get(name) or self._tools.get(name.strip().strip("\"'"))
 
     def _is_tool(self, name: str) -> bool:
         return self._tool(name) is not None
