@@ -4,6 +4,7 @@ An interrupted install is continued: pip's cache keeps what was downloaded, and 
 """
 
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -31,8 +32,8 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_WHEEL_BYTES = 191_794_682
 """Size of the wheel for Python 3.11 on x86_64; the others are alike."""
 MARK = "graft-installed.json"
-MIN_PIP = (24, 1)
-"""First pip that reports its progress in a form for programs."""
+PROGRESS = ("--progress-bar", "raw")
+"""pip's form for programs, since 24.1."""
 SPACE_FACTOR = 5
 """Unpacked and compiled size over download size, with the cached downloads (measured: 2.4 GB from 0.55 GB)."""
 
@@ -143,9 +144,20 @@ def download_bytes(env: EngineEnv) -> int:
     """Return the size of everything that an install from nothing downloads for this Python.
 
     The sizes are those that the registry's index states; what pip's cache holds is not downloaded again.
+
+    Raises:
+        Refused: a package has no build for this machine or this Python.
     """
     sizes: dict[str, int] = json.loads(env.sizes.read_text(encoding="utf-8"))
-    return TORCH_WHEEL_BYTES + sum(_best_file_bytes(name, sizes) for name, _ in _pins(env.lock))
+    best = _best_file_bytes(sizes)
+    names = [name for name, _ in _pins(env.lock)]
+    lacking = [name for name in names if name not in best]
+    if lacking:
+        raise Refused(
+            f"{platform.system()} {platform.machine()} with Python {platform.python_version()}: no build of "
+            f"{', '.join(lacking)}; the {env.name} environment runs on Linux (x86_64, aarch64) with Python 3.11 to 3.14"
+        )
+    return TORCH_WHEEL_BYTES + sum(best[name] for name in names)
 
 
 def _pins(lock: Path) -> Iterator[tuple[str, str]]:
@@ -157,20 +169,20 @@ def _pins(lock: Path) -> Iterator[tuple[str, str]]:
                 yield canonicalize_name(requirement.name), next(iter(requirement.specifier)).version
 
 
-def _best_file_bytes(name: str, sizes: Mapping[str, int]) -> int:
-    """Return the size of the file that pip prefers: the first of this Python's tags, as pip ranks them."""
+def _best_file_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return for each package the size of the file that pip prefers: the first of this Python's tags."""
     ranks = {tag: rank for rank, tag in enumerate(sys_tags())}
-    best: tuple[int, int] | None = None
+    best: dict[str, tuple[int, int]] = {}
     for filename, size_bytes in sizes.items():
         if filename.endswith(".whl"):
-            found, _, _, tags = parse_wheel_filename(filename)
+            name, _, _, tags = parse_wheel_filename(filename)
             rank = min((ranks[tag] for tag in tags if tag in ranks), default=None)
         else:
-            found, _ = parse_sdist_filename(filename)
+            name, _ = parse_sdist_filename(filename)
             rank = len(ranks)
-        if found == name and rank is not None and (best is None or rank < best[0]):
-            best = (rank, size_bytes)
-    return best[1] if best else 0
+        if rank is not None and (name not in best or rank < best[name][0]):
+            best[name] = (rank, size_bytes)
+    return {name: size_bytes for name, (_, size_bytes) in best.items()}
 
 
 def _refuse_missing_packages() -> None:
@@ -204,15 +216,15 @@ def _install_lock(env: EngineEnv, progress: Callable[[InstallEvent], None]) -> N
         _create(env)
     _forget_half_installed(env)
     pip = (str(env.python), "-m", "pip")
-    _update_pip(pip)
+    _update_pip(env, pip)
     pins = dict(_pins(env.lock))
     tracker = pip_run.Tracker(progress, _site_packages(env), len(pins) + 1, total_bytes)
-    torch = (*pip, "install", "--no-deps", "--progress-bar", "raw", TORCH)
+    torch = (*pip, "install", "--no-deps", *PROGRESS, TORCH)
     failure = pip_run.run(torch, tracker)
     if failure is not None and "No matching distribution found" in failure:
         failure = pip_run.run((*torch, "--extra-index-url", TORCH_INDEX), tracker)
     _refuse_failure(env, TORCH, failure)
-    locked = (*pip, "install", "--no-deps", "--require-hashes", "--progress-bar", "raw", "-r", str(env.lock))
+    locked = (*pip, "install", "--no-deps", "--require-hashes", *PROGRESS, "-r", str(env.lock))
     _refuse_failure(env, env.lock.name, pip_run.run(locked, tracker))
     _remove_unwanted(env, pip)
     if env.stand_in is not None:
@@ -242,15 +254,15 @@ def _forget_half_installed(env: EngineEnv) -> None:
             shutil.rmtree(metadata)
 
 
-def _update_pip(pip: Sequence[str]) -> None:
+def _update_pip(env: EngineEnv, pip: Sequence[str]) -> None:
+    """Install the lock's pip first: what follows needs what it can do."""
     version = subprocess.run((*pip, "--version"), capture_output=True, text=True, check=True).stdout.split()[1]
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_PIP:
-        minimum = ".".join(str(part) for part in MIN_PIP)
-        updated = subprocess.run(
-            (*pip, "install", "--quiet", "--upgrade", f"pip>={minimum}"), capture_output=True, text=True, check=False
-        )
-        if updated.returncode != 0:
-            raise Refused(f"pip {version} cannot be updated to {minimum} or newer:\n{updated.stderr.strip()}")
+    pinned = re.search(r"^pip==(\S+)(?: .*\n.*)*?(?=\n\S|\Z)", env.lock.read_text(encoding="utf-8"), re.MULTILINE)
+    if pinned is None or pinned[1] == version:
+        return
+    requirement = env.folder / "pip.txt"
+    requirement.write_text(pinned[0] + "\n", encoding="utf-8")
+    _refuse_failure(env, "pip", pip_run.run((*pip, "install", "--no-deps", "--require-hashes", "-r", str(requirement))))
 
 
 def _remove_unwanted(env: EngineEnv, pip: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from typing import IO, Literal, Protocol
 Stage = Literal["create", "download", "install", "patches", "verify"]
 TICK_S = 0.5
 _LAST_LINES = 8
+_MAX_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Tracker:
 
 
 def run(argv: Sequence[str], listener: Listener | None = None) -> str | None:
-    """Run pip; return None when it succeeded, else its errors (its last lines where it names none)."""
+    """Run pip; return None when it succeeded, else what it said from its first error on (else its last lines)."""
     lines: queue.Queue[str | None] = queue.Queue()
     said: list[str] = []
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as pip:
@@ -103,7 +104,8 @@ def run(argv: Sequence[str], listener: Listener | None = None) -> str | None:
             raise
     if pip.returncode == 0:
         return None
-    return "\n".join([line for line in said if line.startswith("ERROR:")] or said[-_LAST_LINES:])
+    first = next((at for at, line in enumerate(said) if line.startswith("ERROR:")), -_LAST_LINES)
+    return "\n".join(said[first:][:_MAX_LINES])
 
 
 def _next(lines: "queue.Queue[str | None]", listener: Listener | None) -> str | None:
