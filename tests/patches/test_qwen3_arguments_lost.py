@@ -214,8 +214,12 @@ def test_a_stream_equals_the_whole_whatever_a_model_writes(
 
 
 def test_reasoning_knows_the_tools_of_its_own_request(fixed: Server) -> None:
-    call = LOST.text.replace("run_shell", "undeclared")
-    for tools, thought in (([], call), (LOST.tools, "")):
+    other = LOST.text.replace("run_shell", "undeclared")
+    for call, tools, thought in (
+        (LOST.text, LOST.tools, ""),
+        (LOST.text, [], LOST.text),
+        (other, LOST.tools, other),
+    ):
         case = Case("thought", f"{call}\n</think>\nDone.", tools, True, ())
         for result in (fixed.whole(case), fixed.stream(case, [(character, []) for character in case.text])):
             assert result.reasoning.strip() == thought

@@ -89,6 +89,8 @@ def call(content: str, key: str = "content") -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(OUTPUTS, st.lists(st.integers(1, 9), min_size=1, max_size=12), st.booleans(), st.sampled_from([TOOLS, {}]))
+@example("<tool_call>\n<function=write_file>\n", [3], True, TOOLS)
+@example("<tool_call>\n<function=write_file>\n<para", [3], True, TOOLS)
 def test_the_result_is_the_same_for_every_way_to_cut_the_output(
     output: str, sizes: list[int], reasoning: bool, tools: Any
 ) -> None:

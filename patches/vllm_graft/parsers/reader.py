@@ -27,7 +27,6 @@ from vllm_graft.parsers.value import ValueReader, Verdict
 
 _PLAUSIBLE_NAME = re.compile(r"[\w.:/-]{1,128}")
 _BODY = (Tag.PARAMETER, Tag.END_FUNCTION)
-_AFTER_HEADER = (*_BODY, Tag.END_CALL, Tag.END, Tag.PARTIAL)
 
 
 class Reader:
@@ -173,15 +172,18 @@ class Reader:
         """The tool that the header at an index calls, None where it is text.
 
         In the wrapper, a declared name calls where the format goes on behind it, another name only in a call's full
-        form; without the wrapper, a declared name does in the full form.
+        form; without the wrapper, a declared name does in the full form.  Reasoning ends at a declared name only, and
+        not at the end of the output, where no reader is left for the call.
         """
         header = self._pieces.queue[index]
         tool = self._tool(header.name)
         in_form = behind in _BODY and (self._prose.is_blank or self._step == self._read_wrapper)
         if tool is not None:
-            return tool if in_form or (wrapped and behind in _AFTER_HEADER) else None
+            goes_on = behind in (*_BODY, Tag.END_CALL) or (behind in (Tag.END, Tag.PARTIAL) and not self._reasoning)
+            return tool if in_form or (wrapped and goes_on) else None
         name = header.name.strip()
-        return Tool(name) if wrapped and in_form and header.closed and _PLAUSIBLE_NAME.fullmatch(name) else None
+        is_unknown_tool = wrapped and in_form and header.closed and not self._reasoning
+        return Tool(name) if is_unknown_tool and _PLAUSIBLE_NAME.fullmatch(name) else None
 
     def _tool(self, name: str) -> Tool | None:
         return self._tools.get(name) or self._tools.get(name.strip().strip("\"'"))
