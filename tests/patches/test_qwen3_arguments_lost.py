@@ -164,6 +164,37 @@ def tool(name: str, parameters: dict[str, tuple[str, Any]]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
+TYPES = {
+    "s": "string", "i": "integer", "n": "number", "b": "boolean", "o": "object", "l": "array", "z": ["string", "null"],
+}  # fmt: skip
+PLAIN = st.sampled_from(
+    [
+        "x", "", "1", "1.0", "1e3", "-0", "007", " 5 ", "true", "True", "no", "null", "[1, 2]", "[", '{"a": 1}', "{",
+        "a\nb", "\n\nx\n\n", "  y  ", "é🚀", "a < b > c", "</div>", "<br>", '"q"', "\\n", "1_000", "inf", "nan",
+        '{"a": "\\u00e9"}',
+    ]
+)  # fmt: skip
+LAYOUTS = st.tuples(st.sampled_from(["\n", ""]), st.sampled_from(["\n", "\n\n", ""]), st.sampled_from(["\n", ""]))
+WELL_FORMED = st.lists(st.tuples(st.dictionaries(st.sampled_from([*TYPES, "undeclared"]), PLAIN), LAYOUTS), max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["", "Hi.", "\n\n", "Text\n\n", " \n"]), WELL_FORMED, st.booleans())
+def test_what_is_well_formed_gives_what_vllm_gives_to_the_byte(
+    fixed: Server, stock: Server, before: str, calls: list[Any], thinking: bool
+) -> None:
+    text = before
+    for values, (inside, between, behind) in calls:
+        body = "".join(
+            f"<parameter={key}>{inside}{value}{inside}</parameter>{between}" for key, value in values.items()
+        )
+        text += f"<tool_call>{inside}<function=f>{inside}{body}</function>{behind}</tool_call>{behind}"
+    declared = {"name": "f", "parameters": {"properties": {key: {"type": kind} for key, kind in TYPES.items()}}}
+    tools = [{"type": "function", "function": declared}]
+    case = Case("generated", ("I think.\n</think>\n\n" if thinking else "") + text, tools, thinking, ())
+    assert fixed.whole(case) == stock.whole(case)
+
+
 def drafted(text: str, sizes: list[int], lag: int) -> Deltas:
     """The text in deltas of some tokens each, as speculation delivers them, `lag` characters behind their ids."""
     ids = TOKENS.encode(text)

@@ -192,7 +192,8 @@ def test_calls_that_are_left_open_do_not_swallow_the_next_one() -> None:
 
 
 def test_a_tool_that_is_not_declared_is_called_in_full_form_only() -> None:
-    assert read([call("x").replace("write_file", "unknown")])[2] == [("unknown", '{"content": "x"}')]
+    for before in ("", "So:\n", "So: "):
+        assert read([before + call("x").replace("write_file", "unknown")])[2] == [("unknown", '{"content": "x"}')]
     mention = "Say <tool_call><function=unknown>\n<parameter=x> then."
     assert read([mention]) == ("", mention, [])
 

@@ -177,7 +177,8 @@ class Reader:
         """
         header = self._pieces.queue[index]
         tool = self._tool(header.name)
-        in_form = behind in _BODY and (self._prose.is_blank or self._step == self._read_wrapper)
+        begins_line = self._prose.is_blank or any("\n" in self._pieces.queue[i].text for i in range(index))
+        in_form = behind in _BODY and (begins_line or self._step == self._read_wrapper)
         if tool is not None:
             goes_on = behind in (*_BODY, Tag.END_CALL) or (behind in (Tag.END, Tag.PARTIAL) and not self._reasoning)
             return tool if in_form or (wrapped and goes_on) else None
