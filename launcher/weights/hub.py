@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,24 +83,27 @@ def download(repo: str, listing: Listing, folder: Path, progress: Progress, toke
         "allow_patterns": [file.path for file in listing.files],
     }
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **({"HF_TOKEN": token} if token else {})}
-    with subprocess.Popen(
-        (sys.executable, str(Path(__file__).with_name("hub_download.py"))),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            (sys.executable, str(Path(__file__).with_name("hub_download.py"))),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(request))
             process.stdin.close()
-            process.stdin = None
             _watch(process, folder, listing.total_bytes, progress, repo)
         except BaseException:
             process.kill()
             raise
-        said = process.stderr.read().strip() if process.stderr else ""
+        errors.seek(0)
+        said = errors.read().strip()
     if process.returncode != 0:
         last = said.splitlines()[-1] if said else f"exit code {process.returncode}"
         raise Refused(f"{repo}: the download broke off: {last}; run the command again, it continues")
@@ -107,7 +111,7 @@ def download(repo: str, listing: Listing, folder: Path, progress: Progress, toke
 
 def _watch(process: "subprocess.Popen[str]", folder: Path, total_bytes: int, progress: Progress, repo: str) -> None:
     have_bytes, moved_s = -1, time.monotonic()
-    while process.poll() is None:
+    while not _ends_within(process, POLL_INTERVAL_S):
         now_bytes = written_bytes(folder)
         if now_bytes != have_bytes:
             have_bytes, moved_s = now_bytes, time.monotonic()
@@ -117,7 +121,14 @@ def _watch(process: "subprocess.Popen[str]", folder: Path, total_bytes: int, pro
                 f"{repo}: the download stalls: nothing for {STALL_TIMEOUT_S:.0f} s after {have_bytes / 1e9:.2f} GB; "
                 "run the command again, it continues (HF_HUB_DISABLE_XET=1 avoids the hub's newer transfer)"
             )
-        time.sleep(POLL_INTERVAL_S)
+
+
+def _ends_within(process: "subprocess.Popen[str]", timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def written_bytes(folder: Path) -> int:

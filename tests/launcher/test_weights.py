@@ -185,6 +185,15 @@ def test_a_download_with_wrong_bytes_is_not_taken(serve: Serve, tmp_path: Path) 
     assert ensure_model(model(), tmp_path, ignore) == tmp_path / "tiny"
 
 
+def test_a_download_that_breaks_off_says_why_and_that_it_continues(serve: Serve, tmp_path: Path) -> None:
+    handler = serve()
+    listing = hub.look(REPO, None)
+    assert isinstance(listing, hub.Listing)
+    handler.error = (404, "EntryNotFound")
+    with pytest.raises(Refused, match=rf"{REPO}: the download broke off: .*the Hub.*it continues"):
+        hub.download(REPO, listing, tmp_path / "partial", ignore)
+
+
 def test_an_interrupted_download_is_continued_with_the_files_that_miss(serve: Serve, tmp_path: Path) -> None:
     handler = serve()
     listing = hub.look(REPO, None)
