@@ -21,7 +21,7 @@ PYTHON = "3.11"
 """Python of Debian bookworm, and of the engine environment that fits it."""
 SUITE = "bookworm"
 PACKAGES = f"usr/local/lib/python{PYTHON}/dist-packages"
-DEBIAN_PACKAGES = ("ca-certificates", "curl", "g++", "libnuma1", "python3")
+DEBIAN_PACKAGES = ("ca-certificates", "curl", "libnuma1", "python3")
 NOT_IN_THE_BASE = ("vllm-", "vllm_graft", "__editable__")
 """What the engine environment holds that stands for something else, or comes later."""
 REPOSITORY = "graft-test/vllm-openai"
