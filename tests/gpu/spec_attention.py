@@ -86,7 +86,7 @@ class Bench:
 
     def attend(self, metadata: Any, query: Any, key: Any, value: Any) -> Any:
         """The layer's output [tokens, heads, head size]."""
-        output = self.torch.zeros(query.shape[0], self.shape.heads * self.shape.head_size, dtype=query.dtype).to(query)
+        output = query.new_zeros(query.shape[0], self.shape.heads * self.shape.head_size)
         self.impl.forward(self.layer, query, key, value, self.cache, metadata, output)
         return output.view(query.shape)
 
