@@ -157,6 +157,9 @@ class ComposeService:
         Raises:
             DockerFailed: Docker refused, such as for a port that is taken or a GPU that it does not know.
         """
+        if self.state().status == "exited":
+            # Started again it would go on with the log of its former life.
+            must(down(self.file))
         try:
             must(up(self.file), on_line)
         except DockerFailed:

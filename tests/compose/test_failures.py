@@ -73,13 +73,16 @@ def test_a_crash_at_boot_ends_at_its_first_restart(deploy: Deployer, empty_folde
 
 def test_a_server_that_keeps_crashing_is_never_alive(deploy: Deployer, empty_folder: Path) -> None:
     deployed = deploy("loop", empty_folder)
-    deployed.state.root.joinpath("entrypoint.sh").write_text("sleep 0.2; exit 3\n", encoding="utf-8")
-    start(deployed)
-    deadline_s = time.monotonic() + 30
-    while (state := deployed.service.state()).status != "exited" and time.monotonic() < deadline_s:
-        assert state.is_alive == (state.restart_count == 0)
-        time.sleep(0.05)
-    assert (state.status, state.restart_count, state.exit_code, state.oom_killed) == ("exited", 3, 3, False)
+    script = "echo a run; sleep 0.2; exit 3\n"
+    deployed.state.root.joinpath("entrypoint.sh").write_text(script, encoding="utf-8")
+    for _ in ("first start", "second start, with nothing left of the first"):
+        start(deployed)
+        deadline_s = time.monotonic() + 30
+        while (state := deployed.service.state()).status != "exited" and time.monotonic() < deadline_s:
+            assert state.is_alive == (state.restart_count == 0)
+            time.sleep(0.05)
+        assert (state.status, state.restart_count, state.exit_code, state.oom_killed) == ("exited", 3, 3, False)
+        assert list(deployed.service.log()) == ["a run"] * 4
     deployed.service.stop()
 
 
