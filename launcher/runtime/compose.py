@@ -48,10 +48,12 @@ def compose(file: Path, *verb: str) -> tuple[str, ...]:
 
 
 def build(file: Path) -> tuple[str, ...]:
+    """Build the server's image, with its progress as plain lines."""
     return ("docker", "compose", "--progress", "plain", "--file", str(file), "build", render.SERVICE)
 
 
 def up(file: Path) -> tuple[str, ...]:
+    """Create and start the containers from images that are there."""
     return compose(file, "up", "--detach", "--no-build", "--remove-orphans")
 
 
@@ -60,24 +62,18 @@ def down(file: Path) -> tuple[str, ...]:
     return compose(file, "down", "--remove-orphans")
 
 
-def logs(file: Path, follow: bool = False) -> tuple[str, ...]:
-    return compose(file, "logs", "--no-log-prefix", *(("--follow",) if follow else ()), render.SERVICE)
-
-
-def config(file: Path) -> tuple[str, ...]:
-    """Let Compose validate the file and print nothing."""
-    return compose(file, "config", "--quiet")
-
-
 def inspect(container: str) -> tuple[str, ...]:
+    """Show all that the engine knows of a container, as JSON."""
     return ("docker", "container", "inspect", container)
 
 
 def image_inspect(reference: str) -> tuple[str, ...]:
+    """Show an image's id; it fails for one that is not there."""
     return ("docker", "image", "inspect", "--format", "{{.Id}}", reference)
 
 
 def container_logs(container: str, follow: bool = False) -> tuple[str, ...]:
+    """Show a container's log from its beginning."""
     return ("docker", "logs", *(("--follow",) if follow else ()), container)
 
 
