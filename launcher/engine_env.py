@@ -186,15 +186,14 @@ def _best_file_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _refuse_missing_packages() -> None:
+    from launcher.checks.machine_rules import lacking_packages
     from launcher.host import system
 
-    found = system.packages()
-    missing = [
-        package for package, is_there in (("libnuma1", found.libnuma), ("g++", found.cxx_compiler)) if is_there is False
-    ]
+    missing = lacking_packages(system.packages())
     if missing:
         raise Refused(
-            f"the CPU engine needs {' and '.join(missing)}; install with: sudo apt-get install -y {' '.join(missing)}"
+            f"the CPU engine needs {', '.join(missing.values())}; install with: "
+            f"sudo apt-get install -y {' '.join(missing)}"
         )
 
 

@@ -9,6 +9,7 @@ from launcher.fit.geometry import Geometry
 from launcher.fit.planner import FitReport, fit
 from launcher.fit.refusals import FitRefused
 from launcher.fit.request import Card, FitRequest, Settings, card_from_name_or_size, card_from_nvml
+from launcher.fit.verdict import bands
 from launcher.fit.weights import Weights, weights_from_sizes
 from launcher.host.devices import Device
 from launcher.problems import Cause, Problem
@@ -128,7 +129,7 @@ def card_of(profile: Profile, devices: tuple[Device, ...], card: str | None) -> 
         (smallest.total_mib or 0) * MIB,
         None,
         min(device.free_mib or 0 for device in known) * MIB,
-        smallest.compute_capability or (int(major), int(minor)),
+        min((one.compute_capability for one in known if one.compute_capability), default=(int(major), int(minor))),
         smallest.name or smallest.uuid,
     )
 
@@ -223,9 +224,10 @@ def _problems(profile: Profile, report: FitReport) -> tuple[Problem, ...]:
     found = [Problem.model_validate({**asdict(blocker), "severity": "refuse"}) for blocker in report.blockers]
     if report.verdict.value == "NO" and not found:
         longest = report.advisable_context_tokens
+        is_pool_short = report.verdict.margin_bytes < bands(report.request).likely_from_bytes
         found.append(
             Problem(
-                cause="kv-cache-too-small" if report.physical_slack_bytes >= 0 else "serving-oom",
+                cause="kv-cache-too-small" if is_pool_short else "serving-oom",
                 severity="refuse",
                 message=f"{report.context_tokens} tokens: {report.verdict.decided_by}",
                 remedy=f"Write serve.max_model_len: {longest}."

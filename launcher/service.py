@@ -233,7 +233,11 @@ def install(env: engine_env.EngineEnv, report: Reporter) -> None:
 
 def curl(plan: Plan, base_url: str) -> str:
     """Return a command that asks the server one question when it is pasted into a shell."""
-    body = {"model": plan.served_name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    body = {
+        "model": plan.served_name,
+        "messages": [{"role": "user", "content": ready.Canary.question}],
+        "temperature": 0,
+    }
     secret = ServiceState.of(plan.profile).secrets_dir / "api_key"
     key = f' -H "Authorization: Bearer $(cat {shlex.quote(str(secret))})"' if secret.is_file() else ""
     return (
@@ -268,7 +272,7 @@ def _fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.E
     model = chosen_model(options, profile)
     engine = engine_env.ENGINE if runtime == "host" or model.package is not None else None
     if engine is not None:
-        report.phase("engine")
+        report.phase("install")
         install(engine, report)
     report.phase("model")
     ensure_model(model, models_dir(), lambda event: _tell_fetch(event, report))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from launcher.checks.demand import Case
 from launcher.checks.gpu_rules import refuse, version, warn
+from launcher.host.facts import Packages
 from launcher.problems import Problem
 
 # Engine 20.10, the oldest that a start was seen working with.
@@ -133,15 +134,23 @@ def port_is_free(case: Case) -> Iterator[Problem]:
     )
 
 
-def packages_are_there(case: Case) -> Iterator[Problem]:
-    """The CPU engine on this machine finds its library and what it compiles with; a container brings its own."""
-    packages = case.facts.packages
-    lacking = {
+def lacking_packages(packages: Packages) -> dict[str, str]:
+    """Return the Debian packages that the CPU engine needs and that are not there, with what each is for.
+
+    vLLM compiles parts of its sampling with PyTorch's inductor whatever its flags say, and that needs a compiler and
+    Python's headers.
+    """
+    needed = {
         "libnuma1": ("libnuma.so.1", packages.libnuma),
         "g++": ("a C++ compiler ($CXX, else g++)", packages.cxx_compiler),
         f"python{packages.python or 3}-dev": ("Python.h", packages.python_headers),
     }
-    missing = {package: what for package, (what, is_there) in lacking.items() if is_there is False}
+    return {package: what for package, (what, is_there) in needed.items() if is_there is False}
+
+
+def packages_are_there(case: Case) -> Iterator[Problem]:
+    """The CPU engine on this machine finds its library and what it compiles with; a container brings its own."""
+    missing = lacking_packages(case.facts.packages)
     if case.demand.runtime == "host" and not case.demand.needs_gpu and missing:
         yield refuse(
             "system-package-missing",

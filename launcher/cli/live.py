@@ -9,12 +9,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 _NAMES = {
     "check": "check this machine",
-    "engine": "CPU engine",
+    "install": "install the engine",
     "model": "model files",
     "pull": "pull the base image",
     "build": "build the image, prove the fixes",
     "start": "start vLLM",
-    "engine-start": "start the engine",
+    "engine": "start the engine",
     "load": "load weights",
     "compile": "compile",
     "warm-up": "warm up",

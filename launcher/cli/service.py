@@ -124,7 +124,7 @@ def status(profile: ProfileOption = None, model: ModelOption = None, as_json: Js
     names = (profile,) if profile else service.started_profiles()
     found = [service.status(name) for name in names]
     if as_json:
-        print_json([one for one in found if one is not None])
+        print_json([_status_json(one) for one in found if one is not None])
     elif not any(found):
         out.print(f"{profile}: not running." if profile else "Nothing is running.")
     for one in found:
@@ -277,6 +277,19 @@ def _say_status(one: "service.Status") -> None:
     for problem in one.fix_problems:
         out.print(f"  {problem}", markup=False)
     out.print(f"  Fixes applied: {', '.join(one.applied) or 'none'}.")
+
+
+def _status_json(one: "service.Status") -> dict[str, Any]:
+    return {
+        "profile": one.plan.profile,
+        "model": one.plan.served_name,
+        "url": one.base_url,
+        "healthy": one.is_healthy,
+        "state": one.state,
+        "run_id": one.plan.run_id,
+        "fixes_applied": one.applied,
+        "fix_problems": one.fix_problems,
+    }
 
 
 def _short(path: Path) -> Any:

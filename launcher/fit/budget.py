@@ -1,6 +1,7 @@
 """Everything on a card that is not the KV pool: fitted or assumed, never exact.
 
-Coefficients are fitted to public boots of vLLM 0.20 to 0.28 with Qwen3.5/3.6-27B. Every figure is per GPU, in bytes.
+Coefficients are fitted to public boots of vLLM 0.20 to 0.28 with Qwen3.5/3.6-27B, and compared with vLLM 0.33.0 on one
+H200 (tests/gpu/results/fit_boots.json). Every figure is per GPU, in bytes.
 """
 
 import math
@@ -23,7 +24,12 @@ DEFAULT_GRAPHS = 51
 MAX_CAPTURE_TOKENS = 512
 TURBOQUANT_DECODE_TOKENS = 128
 """Up to so many tokens a chunk uses the decode kernel, and no workspace (turboquant_attn.py:84)."""
+TURBOQUANT_DECODE_SPLITS = 32
+"""Pieces that the decode kernel cuts a context into (`AttentionConfig.tq_max_kv_splits_for_cuda_graph`)."""
 GDN_CHUNK_TOKENS = 64
+ALLOCATOR_SLACK_SHARE = 0.7
+"""What torch's allocator holds beyond what is allocated, for each byte of working memory: 0.5 to 1.04 in the H200's
+boots, which ran without the expandable segments that the plan sets."""
 PHYSICAL_RESERVE_BYTES = GIB // 2
 UNCALIBRATED_ERROR_BYTES = GIB // 2
 """Smallest error of a prediction without a boot of the same configuration."""
@@ -77,6 +83,7 @@ def runtime_terms(request: FitRequest, layout: KvLayout) -> tuple[Term, ...]:
 
 def outside_terms(request: FitRequest, layout: KvLayout, context_tokens: int) -> tuple[Term, ...]:
     """What vLLM allocates on top of its budget, because profiling does not see it."""
+    pair = turboquant_continuation_bytes(request, layout, context_tokens)
     workspace = turboquant_workspace_bytes(request, layout, context_tokens)
     terms = []
     if workspace:
@@ -84,9 +91,9 @@ def outside_terms(request: FitRequest, layout: KvLayout, context_tokens: int) ->
             Term(
                 "turboquant_workspace",
                 "TurboQuant workspace and one continuation pair",
-                2 * workspace,
-                "assumed",
-                workspace,
+                workspace + pair,
+                "fitted",
+                pair // 2,
                 "K and V of one whole context in 16 bits, reserved once, and again by a long continuation chunk",
             )
         )
@@ -102,7 +109,9 @@ def outside_terms(request: FitRequest, layout: KvLayout, context_tokens: int) ->
                 f"states of {request.settings.max_num_batched_tokens} tokens in chunks of {GDN_CHUNK_TOKENS}",
             )
         )
-    return tuple(terms)
+    slack = round(ALLOCATOR_SLACK_SHARE * (_activations(request).size_bytes + scratch + pair))
+    note = "freed pieces that torch keeps: as on an H200 without expandable segments"
+    return (*terms, Term("allocator_slack", "allocator slack", slack, "fitted", slack // 2, note))
 
 
 def other_use_bytes(request: FitRequest) -> int:
@@ -126,8 +135,9 @@ def load_peak_bytes(request: FitRequest) -> int:
     return weights + math.ceil(matrices * request.geometry.embedding_bytes / request.settings.tensor_parallel_size)
 
 
-def turboquant_workspace_bytes(request: FitRequest, layout: KvLayout, context_tokens: int) -> int:
-    """Workspace that the TurboQuant metadata builder reserves (v1/attention/backends/turboquant_attn.py:227-262)."""
+def turboquant_continuation_bytes(request: FitRequest, layout: KvLayout, context_tokens: int) -> int:
+    """K and V of a whole context in 16 bits, which long continuation chunks are computed from
+    (v1/attention/backends/turboquant_attn.py:227-262, :1048-1056)."""
     settings = request.settings
     if not kv_dtype(settings.kv_cache_dtype).turboquant:
         return 0
@@ -136,6 +146,20 @@ def turboquant_workspace_bytes(request: FitRequest, layout: KvLayout, context_to
     heads = max(1, request.geometry.num_key_value_heads // settings.tensor_parallel_size)
     length = math.ceil(max(0, context_tokens - 1) / layout.block_tokens) * layout.block_tokens
     return 2 * heads * length * request.geometry.head_dim * 2
+
+
+def turboquant_workspace_bytes(request: FitRequest, layout: KvLayout, context_tokens: int) -> int:
+    """Workspace that the TurboQuant metadata builder reserves: the larger of a continuation pair and the decode
+    kernel's scratch, which share it, and one row of block numbers for each token of a decode step."""
+    settings, geometry = request.settings, request.geometry
+    if not kv_dtype(settings.kv_cache_dtype).turboquant:
+        return 0
+    rows = settings.max_num_seqs * (1 + settings.num_speculative_tokens)
+    heads = geometry.num_attention_heads // settings.tensor_parallel_size
+    # Partial results and their log-sums in 32 bits, the result in 16, its log-sum in 32.
+    per_head = TURBOQUANT_DECODE_SPLITS * (geometry.head_dim + 1) * 4 + geometry.head_dim * 2 + 4
+    tables = rows * math.ceil(context_tokens / layout.block_tokens) * 4
+    return max(turboquant_continuation_bytes(request, layout, context_tokens), rows * heads * per_head) + tables
 
 
 def capture_sizes(max_num_seqs: int, num_speculative_tokens: int) -> tuple[int, ...]:

@@ -51,6 +51,13 @@ def _kv_dtype(request: FitRequest) -> Iterator[Refusal]:
             "every FP8 KV cache below 8.9, and FlashInfer takes fp8_e5m2 there",
             "Use int8_per_token_head, or fp8_e5m2 with FlashInfer.",
         )
+    if name == "turboquant_k8v4" and capability < FP8_CAPABILITY:
+        yield Refusal(
+            "turboquant-k8v4-needs-capability-8.9",
+            f"kv_cache_dtype {name} on compute capability {capability[0]}.{capability[1]}: below 8.9 vLLM keeps keys "
+            "in a format that clips them at 1.75, which makes attention wrong",
+            "Write serve.kv_cache_dtype: int8_per_token_head.",
+        )
     if dtype.rotated and geometry.head_dim & (geometry.head_dim - 1):
         yield Refusal(
             "rotated-preset-head-size",
