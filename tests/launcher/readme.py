@@ -25,9 +25,10 @@ def tables() -> dict[str, str]:
 def with_tables(text: str) -> str:
     """Return README's text with its tables as they should be."""
     for name, table in tables().items():
-        marks = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text, count = marks.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
-        assert count == 1, f"README.md: the marks of {name} are not there once"
+        marked = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+        found = marked.search(text)
+        assert found is not None, f"README.md: the marks of {name} are not there"
+        text = f"{text[: found.start()]}{found[1]}{table}\n{text[found.end() :]}"
     return text
 
 
