@@ -85,9 +85,10 @@ def test_the_32_gb_profile_with_turboquant_is_unsafe_by_its_workspace(ask_27b: A
     )
     advice = advise(request)
     assert not advice.safe
-    assert advice.unsafe_by_bytes / GIB == pytest.approx(0.28, abs=0.02)
+    # 0.28 of it was so before the allocator's slack of 1.61 was counted.
+    assert advice.unsafe_by_bytes / GIB == pytest.approx(1.89, abs=0.02)
     assert [(change.setting, change.before, change.after) for change in advice.changes] == [
-        ("gpu_memory_utilization", 0.93, 0.90)
+        ("gpu_memory_utilization", 0.93, 0.86)
     ]
     assert advice.report.physical_slack_bytes >= 0
     assert advice.report.verdict.value != "NO"
