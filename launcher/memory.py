@@ -7,7 +7,7 @@ from launcher.fit.advice import Advice, advise
 from launcher.fit.calibration import BootRecord, calibration, configuration_key, pool_choice
 from launcher.fit.geometry import Geometry
 from launcher.fit.planner import FitReport, fit
-from launcher.fit.refusals import FitRefused
+from launcher.fit.refusals import FitRefused, hardware_refusals
 from launcher.fit.request import Card, FitRequest, Settings, card_from_name_or_size, card_from_nvml
 from launcher.fit.verdict import bands
 from launcher.fit.weights import Weights, weights_from_sizes
@@ -256,6 +256,17 @@ def _refused(error: FitRefused) -> tuple[Problem, ...]:
         )
         for one in error.refusals
     )
+
+
+def refused_kv_cache(profile: Profile, devices: tuple[Device, ...], card: str | None) -> tuple[Problem, ...]:
+    """Return why the GPUs cannot hold the KV cache in the profile's format: known before the model is.
+
+    Raises:
+        FitError: the card asked for is not known.
+    """
+    capability = card_of(profile, devices, card).compute_capability
+    broken = tuple(hardware_refusals(profile.serve.kv_cache_dtype, capability))
+    return _refused(FitRefused(broken)) if broken else ()
 
 
 def _unplanned(profile: Profile, problems: tuple[Problem, ...]) -> MemoryPlan:

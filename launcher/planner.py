@@ -14,14 +14,13 @@ from vllm_graft.report import expected_processes, ordered_roles
 from launcher.checks import CheckResult, Demand, check, select
 from launcher.errors import UsageError
 from launcher.fit.geometry import Geometry, GeometryError, geometry_from_config
-from launcher.fit.refusals import FP8_CAPABILITY
 from launcher.fit.weights import Weights
 from launcher.flags import Decisions, refuse_owned, serve_flags, server_environment
 from launcher.host.devices import Device
 from launcher.host.facts import HostFacts
 from launcher.host.modelfiles import IncompleteFile
 from launcher.images.pins import Pin
-from launcher.memory import MemoryInputs, MemoryPlan, plan_memory
+from launcher.memory import MemoryInputs, MemoryPlan, plan_memory, refused_kv_cache
 from launcher.plan import GpuMode, Plan, Runtime, SelectedGpu
 from launcher.problems import Problem
 from launcher.profile import Model, Profile, Speculation
@@ -100,7 +99,7 @@ def make(inputs: Inputs) -> Planned:
             *checked.problems,
             *geometry_problems,
             *(memory.problems if memory else ()),
-            *_clipped_keys(profile, devices),
+            *(refused_kv_cache(profile, devices, inputs.memory.card) if profile.gpu and memory is None else ()),
             *_fix_problems(fixes),
         )
     )
@@ -188,24 +187,6 @@ def _fix_problems(fixes: _Fixes) -> tuple[Problem, ...]:
             message=f"TurboQuant with speculation runs without the fix {TURBOQUANT_SPECULATION_FIX}: safe mode, with "
             "PIECEWISE graphs, no async scheduling and one request at a time; decode steps are slower",
             remedy=f"Take {TURBOQUANT_SPECULATION_FIX} out of disabled_fixes and optional_fixes.",
-        ),
-    )
-
-
-def _clipped_keys(profile: Profile, devices: tuple[Device, ...]) -> tuple[Problem, ...]:
-    if profile.gpu is None or profile.serve.kv_cache_dtype != "turboquant_k8v4":
-        return ()
-    own = [device.compute_capability for device in devices if device.compute_capability]
-    lowest = min(own, default=_capability(profile.gpu.compute_capability))
-    if lowest >= FP8_CAPABILITY:
-        return ()
-    return (
-        Problem(
-            cause="kv-cache-dtype-unsupported",
-            severity="refuse",
-            message=f"turboquant_k8v4 on compute capability {lowest[0]}.{lowest[1]}: below 8.9 vLLM keeps keys in a "
-            "format that clips them at 1.75, which makes attention wrong",
-            remedy="Write serve.kv_cache_dtype: int8_per_token_head.",
         ),
     )
 

@@ -43,21 +43,7 @@ def _kv_dtype(request: FitRequest) -> Iterator[Refusal]:
     if dtype is None:
         yield Refusal("kv-cache-dtype", f"kv_cache_dtype: got {name!r}", f"Use one of {', '.join(KV_DTYPES)}.")
         return
-    capability = request.card.compute_capability
-    if dtype.needs_fp8_hardware and capability < FP8_CAPABILITY:
-        yield Refusal(
-            "fp8-kv-needs-capability-8.9",
-            f"kv_cache_dtype {name} on compute capability {capability[0]}.{capability[1]}: the Triton backend refuses "
-            "every FP8 KV cache below 8.9, and FlashInfer takes fp8_e5m2 there",
-            "Use int8_per_token_head, or fp8_e5m2 with FlashInfer.",
-        )
-    if name == "turboquant_k8v4" and capability < FP8_CAPABILITY:
-        yield Refusal(
-            "turboquant-k8v4-needs-capability-8.9",
-            f"kv_cache_dtype {name} on compute capability {capability[0]}.{capability[1]}: below 8.9 vLLM keeps keys "
-            "in a format that clips them at 1.75, which makes attention wrong",
-            "Write serve.kv_cache_dtype: int8_per_token_head.",
-        )
+    yield from hardware_refusals(name, request.card.compute_capability)
     if dtype.rotated and geometry.head_dim & (geometry.head_dim - 1):
         yield Refusal(
             "rotated-preset-head-size",
@@ -71,6 +57,27 @@ def _kv_dtype(request: FitRequest) -> Iterator[Refusal]:
             f"kv_cache_dtype {name} with a model of attention layers only: vLLM keeps its first and last two layers "
             "uncompressed there, in blocks whose size depends on the attention backend; that is not modelled",
             "Use fp8 or int8_per_token_head.",
+        )
+
+
+def hardware_refusals(kv_cache_dtype: str, capability: tuple[int, int]) -> Iterator[Refusal]:
+    """Return the rules that a KV cache's format breaks on a GPU, whatever the model; unknown formats break none."""
+    dtype, name = KV_DTYPES.get(kv_cache_dtype), kv_cache_dtype
+    if dtype is None:
+        return
+    if dtype.needs_fp8_hardware and capability < FP8_CAPABILITY:
+        yield Refusal(
+            "fp8-kv-needs-capability-8.9",
+            f"kv_cache_dtype {name} on compute capability {capability[0]}.{capability[1]}: the Triton backend refuses "
+            "every FP8 KV cache below 8.9, and FlashInfer takes fp8_e5m2 there",
+            "Use int8_per_token_head, or fp8_e5m2 with FlashInfer.",
+        )
+    if name == "turboquant_k8v4" and capability < FP8_CAPABILITY:
+        yield Refusal(
+            "turboquant-k8v4-needs-capability-8.9",
+            f"kv_cache_dtype {name} on compute capability {capability[0]}.{capability[1]}: below 8.9 vLLM keeps keys "
+            "in a format that clips them at 1.75, which makes attention wrong",
+            "Write serve.kv_cache_dtype: int8_per_token_head.",
         )
 
 

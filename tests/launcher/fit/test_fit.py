@@ -211,6 +211,7 @@ def test_capture_sizes_are_vllms_defaults() -> None:
         ({"kv_cache_dtype": "turboquant_4bit"}, "kv-cache-dtype"),
         ({"capability": (8, 6), "kv_cache_dtype": "fp8"}, "fp8-kv-needs-capability-8.9"),
         ({"capability": (8, 6), "kv_cache_dtype": "fp8_per_token_head"}, "fp8-kv-needs-capability-8.9"),
+        ({"capability": (8, 6), "kv_cache_dtype": "turboquant_k8v4"}, "turboquant-k8v4-needs-capability-8.9"),
         ({"cards": 3}, "tensor-parallel-heads"),
         ({"max_model_len": 300_000}, "context-above-model"),
     ],
@@ -221,7 +222,7 @@ def test_an_impossible_combination_is_refused_by_rule(ask_27b: Ask, changes: dic
     assert [one.rule for one in refused.value.refusals] == [rule]
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e5m2", "turboquant_k8v4", "int8_per_token_head", "auto"])
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "turboquant_4bit_nc", "int8_per_token_head", "auto"])
 def test_compute_capability_8_6_takes_what_needs_no_fp8_hardware(ask_27b: Ask, dtype: str) -> None:
     assert refusals(ask_27b(capability=(8, 6), kv_cache_dtype=dtype)) == ()
 
