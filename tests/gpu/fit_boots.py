@@ -10,6 +10,7 @@ byte less.
     python3 tests/gpu/fit_boots.py run --out tests/gpu/results/fit_boots.json     # on the GPU host; resumes
     python3 tests/gpu/fit_boots.py plan                                           # anywhere: what would be run
     python3 tests/gpu/fit_boots.py show --out tests/gpu/results/fit_boots.json    # anywhere: predicted and reported
+    python3 tests/gpu/fit_boots.py compare --out tests/gpu/results/fit_boots.json # anywhere: compare the lines again
 
 `run` starts one process after the other on the GPU; the next one imports vLLM meanwhile and waits. Results are written
 after each case; cases that the file already holds are not run again.
@@ -41,7 +42,7 @@ if "launcher" not in sys.modules:
     package.__path__ = [str(ROOT / "launcher")]
     sys.modules["launcher"] = package
 
-from launcher.fit.calibration import compare, parse_boot_log  # noqa: E402
+from launcher.fit.calibration import LoggedBoot, compare, parse_boot_log  # noqa: E402
 from launcher.fit.geometry import geometry_from_config  # noqa: E402
 from launcher.fit.planner import FitReport, fit  # noqa: E402
 from launcher.fit.request import GIB, Card, CudagraphMode, FitRequest, Settings  # noqa: E402
@@ -117,6 +118,8 @@ class Case:
     context: int | None = None
     cudagraph_mode: CudagraphMode = "FULL_DECODE_ONLY"
     compile: bool = False
+    expandable_segments: bool = False
+    """Whether torch's allocator maps memory as it grows, as the launcher's plans have it."""
 
 
 CASES = (
@@ -130,6 +133,7 @@ CASES = (
     Case("32-k8v4-mtp3-caching", 31.36, 0.93, 8192, "turboquant_k8v4", 3, True, 131_072),
     Case("24-3bit-caching", 23.52, 0.85, 4128, "turboquant_3bit_nc", 0, True),
     Case("24-fp8-mtp3-caching-compiled", 23.52, 0.90, 4128, "fp8", 3, True, None, "FULL_AND_PIECEWISE", True),
+    Case("24-4bit-mtp3-expandable", 23.52, 0.90, 4128, "turboquant_4bit_nc", 3, False, expandable_segments=True),
 )
 
 
@@ -197,6 +201,8 @@ def worker(case: Case) -> dict[str, Any]:
         ("VLLM_DISABLED_KERNELS", "MacheteLinearKernel,CutlassW4A8LinearKernel"),
     ):
         os.environ.setdefault(key, value)
+    if case.expandable_segments:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     import torch
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -279,7 +285,7 @@ def prefill(engine: Any, torch: Any, context: int, sampling: Any, tokens_prompt:
 def compared(case: Case, measured: dict[str, Any], log: str) -> dict[str, Any]:
     """Put prediction, report and what follows from both side by side."""
     report = prediction(case)
-    logged = parse_boot_log(log)
+    logged = logged_boot(log)
     entry: dict[str, Any] = {
         "case": dataclasses.asdict(case),
         "predicted": report.to_json(),
@@ -289,6 +295,7 @@ def compared(case: Case, measured: dict[str, Any], log: str) -> dict[str, Any]:
     }
     if measured.get("outcome") != "booted":
         return entry
+    comparison = compare(report, logged)
     layout, blocks, length = report.layout, measured["num_blocks"], measured["max_model_len"]
     from_pool = layout.num_blocks(measured["available_bytes"])
     inside = sum(term.size_bytes for term in report.waterfall if term.key not in ("other_use", "head_room"))
@@ -305,10 +312,28 @@ def compared(case: Case, measured: dict[str, Any], log: str) -> dict[str, Any]:
         "available_deviation_bytes": measured["available_bytes"] - report.available_bytes,
         "predicted_peak_bytes": inside,
         "device_peak_bytes": measured["device_used_bytes"],
-        "terms": [dataclasses.asdict(figure) for figure in compare(report, logged).figures],
-        "cause": compare(report, logged).cause,
+        "terms": [dataclasses.asdict(figure) for figure in comparison.figures],
+        "cause": comparison.cause,
     }
     return entry
+
+
+def logged_boot(log: str) -> LoggedBoot:
+    """What vLLM printed, without the script's own line (which quotes a refusal) and the total of the larger GPU."""
+    lines = [line for line in log.splitlines() if not line.startswith(RESULT_PREFIX)]
+    return dataclasses.replace(parse_boot_log("\n".join(lines)), total_gib=None)
+
+
+def compared_again(entry: dict[str, Any]) -> dict[str, Any]:
+    """Compare the kept lines again; what was measured, and what was predicted before the boot, stay as they are."""
+    if "comparison" not in entry:
+        return entry
+    case = next(case for case in CASES if case.id == entry["case"]["id"])
+    logged = logged_boot("\n".join(entry["log_lines"]))
+    logged = dataclasses.replace(logged, vllm_version=entry["logged"]["vllm_version"])
+    comparison = compare(prediction(case), logged)
+    terms = {"terms": [dataclasses.asdict(figure) for figure in comparison.figures], "cause": comparison.cause}
+    return {**entry, "logged": dataclasses.asdict(logged), "comparison": {**entry["comparison"], **terms}}
 
 
 def memory_lines(log: str) -> list[str]:
@@ -434,6 +459,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner.add_argument("--only", nargs="*", default=[], choices=[case.id for case in CASES])
     shower = commands.add_parser("show", help="print the results")
     shower.add_argument("--out", type=Path, required=True)
+    again = commands.add_parser("compare", help="compare the kept lines of the results again")
+    again.add_argument("--out", type=Path, required=True)
     commands.add_parser("plan", help="print the cases with their predictions")
     one = commands.add_parser("worker", help="run one case; used by run")
     one.add_argument("case", choices=[case.id for case in CASES])
@@ -447,6 +474,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = load_results(options.out)
         for name, entry in document["cases"].items():
             print(f"{name}: {summary(entry)}")
+        return int(not agrees(document))
+    if options.command == "compare":
+        document = load_results(options.out)
+        document["cases"] = {name: compared_again(entry) for name, entry in document["cases"].items()}
+        save_results(options.out, document)
         return int(not agrees(document))
     if options.command == "worker":
         case = next(case for case in CASES if case.id == options.case)
