@@ -1,6 +1,8 @@
-"""README's generated tables: `python -m tests.launcher.readme` writes them again."""
+"""The generated tables of README.md and tests/gpu/README.md: `python -m tests.launcher.readme` writes them again."""
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_graft.fixes import FIXES
@@ -11,8 +13,11 @@ from launcher.prepare import Options, shipped_and_own
 from launcher.profile import load_model
 from launcher.survey import pinned_versions
 from launcher.views import fixes_markdown, profiles_markdown
+from tests.gpu import fit_table
 
 README = Path(__file__).parents[2] / "README.md"
+GPU_README = README.parent / "tests/gpu/README.md"
+FIT_BOOTS = README.parent / "tests/gpu/results/fit_boots.json"
 
 
 def tables() -> dict[str, str]:
@@ -22,15 +27,20 @@ def tables() -> dict[str, str]:
     return {"profiles": profiles_markdown(plans), "fixes": fixes_markdown(FIXES, pinned_versions())}
 
 
-def with_tables(text: str) -> str:
-    """Return README's text with its tables as they should be."""
-    for name, table in tables().items():
-        marked = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
-        found = marked.search(text)
-        assert found is not None, f"README.md: the marks of {name} are not there"
-        text = f"{text[: found.start()]}{found[1]}{table}\n{text[found.end() :]}"
+def gpu_tables() -> dict[str, str]:
+    """Return the tables of what was measured on a GPU, from the result files."""
+    return {"fit_boots": fit_table.markdown(json.loads(FIT_BOOTS.read_text(encoding="utf-8")))}
+
+
+def with_tables(text: str, named: Mapping[str, str]) -> str:
+    """Return a text with its tables as they should be."""
+    for name, table in named.items():
+        marks = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        text, count = marks.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
+        assert count == 1, f"the marks of {name} are not there once"
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+    README.write_text(with_tables(README.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+    GPU_README.write_text(with_tables(GPU_README.read_text(encoding="utf-8"), gpu_tables()), encoding="utf-8")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.readme import README, with_tables
+from tests.launcher.readme import GPU_README, README, gpu_tables, tables, with_tables
 
 ROOT = README.parent
 
@@ -13,7 +13,12 @@ ROOT = README.parent
 def test_the_tables_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GRAFT_PROFILES", raising=False)
     text = README.read_text(encoding="utf-8")
-    assert text == with_tables(text), "run: make generated"
+    assert text == with_tables(text, tables()), "run: make generated"
+
+
+def test_the_tables_of_measured_memory_are_those_of_the_result_file() -> None:
+    text = GPU_README.read_text(encoding="utf-8")
+    assert text == with_tables(text, gpu_tables()), "run: make generated"
 
 
 def test_every_verb_that_readme_names_is_a_target() -> None:
