@@ -13,7 +13,7 @@ from launcher.prepare import Options, shipped_and_own
 from launcher.profile import load_model
 from launcher.survey import pinned_versions
 from launcher.views import fixes_markdown, profiles_markdown
-from tests.gpu import fit_table
+from tests.launcher import fit_boots_table
 
 README = Path(__file__).parents[2] / "README.md"
 GPU_README = README.parent / "tests/gpu/README.md"
@@ -29,7 +29,7 @@ def tables() -> dict[str, str]:
 
 def gpu_tables() -> dict[str, str]:
     """Return the tables of what was measured on a GPU, from the result files."""
-    return {"fit_boots": fit_table.markdown(json.loads(FIT_BOOTS.read_text(encoding="utf-8")))}
+    return {"fit_boots": fit_boots_table.markdown(json.loads(FIT_BOOTS.read_text(encoding="utf-8")))}
 
 
 def with_tables(text: str, named: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What `results/fit_boots.json` says, as the tables of `tests/gpu/README.md`: predicted against reported memory."""
+"""What `tests/gpu/results/fit_boots.json` says, as the tables of `tests/gpu/README.md`: predicted against reported memory."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,9 +12,9 @@ def markdown(document: Entry) -> str:
     booted = {name: one for name, one in document["cases"].items() if one["reported"]["outcome"] == "booted"}
     first = next(iter(booted.values()))["reported"]
     heading = (
-        f"{len(booted)} boots of vLLM {document['vllm_version']} (torch {first['torch']}) on one {first['device']}, with "
-        "dummy weights. The cards are emulated: their memory is a cap on the larger GPU, whose kernels and CUDA context "
-        "(compute capability 9.0) are not theirs. GiB; predicted before the boot / reported."
+        f"{len(booted)} boots of vLLM {document['vllm_version']} (torch {first['torch']}) on one {first['device']} "
+        "with dummy weights. **The cards are emulated**: their memory is a cap on the larger GPU, whose kernels and CUDA "
+        "context (compute capability 9.0) are not theirs. GiB; computed before the boot / reported."
     )
     return "\n\n".join((heading, _pools(booted), _exact(booted), _peaks(booted), _failed(document["cases"])))
 
@@ -30,7 +30,7 @@ def _pools(booted: Mapping[str, Entry]) -> str:
             "activations",
             "graphs",
             "non-torch",
-            "the deviation is of",
+            "term that is off",
         ),
         ("---", *("---:",) * 7, "---"),
     ]
@@ -71,14 +71,14 @@ def _peaks(booted: Mapping[str, Entry]) -> str:
         (
             "case",
             "card",
-            "predicted",
+            "computed",
             "allocated after the boot",
             "working memory of the prompt",
             "allocator slack",
             "CUDA context",
             "kernels, driver",
             "= peak of the device",
-            "above the prediction",
+            "above the computed",
         ),
         ("---", *("---:",) * 9),
     ]
