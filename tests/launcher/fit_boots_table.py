@@ -1,4 +1,4 @@
-"""What `tests/gpu/results/fit_boots.json` says, as the tables of `tests/gpu/README.md`: predicted against reported memory."""
+"""What `tests/gpu/results/fit_boots.json` says, as the tables of `tests/gpu/README.md`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,14 +13,14 @@ def markdown(document: Entry) -> str:
     first = next(iter(booted.values()))["reported"]
     heading = (
         f"{len(booted)} boots of vLLM {document['vllm_version']} (torch {first['torch']}) on one {first['device']} "
-        "with dummy weights. **The cards are emulated**: their memory is a cap on the larger GPU, whose kernels and CUDA "
-        "context (compute capability 9.0) are not theirs. GiB; computed before the boot / reported."
+        "with dummy weights. **The cards are emulated**: their memory is a cap on the larger GPU, whose kernels and "
+        "CUDA context (compute capability 9.0) are not theirs. GiB; computed before the boot / reported."
     )
     return "\n\n".join((heading, _pools(booted), _exact(booted), _peaks(booted), _failed(document["cases"])))
 
 
 def _pools(booted: Mapping[str, Entry]) -> str:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "case",
             "context",
@@ -67,7 +67,7 @@ def _exact(booted: Mapping[str, Entry]) -> str:
 
 
 def _peaks(booted: Mapping[str, Entry]) -> str:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "case",
             "card",

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from vllm_graft.fixes import FIXES
@@ -36,9 +37,13 @@ def with_tables(text: str, named: Mapping[str, str]) -> str:
     """Return a text with its tables as they should be."""
     for name, table in named.items():
         marks = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text, count = marks.subn(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", text)
+        text, count = marks.subn(partial(_between, table), text)
         assert count == 1, f"the marks of {name} are not there once"
     return text
+
+
+def _between(table: str, marks: re.Match[str]) -> str:
+    return f"{marks[1]}{table}\n{marks[2]}"
 
 
 if __name__ == "__main__":
