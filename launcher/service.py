@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from launcher import engine_env, ready, reports
+from launcher import engine_env, ready, reports, startlog
 from launcher.ask import Answer, is_healthy
 from launcher.diagnose import Diagnosis, diagnose
 from launcher.errors import GraftError, Refused, UsageError
@@ -305,7 +305,14 @@ def _start(made: Planned, engine: engine_env.EngineEnv | None, report: Reporter)
         return Started(plan, service.base_url, answer, elapsed_s, collected, _record(made, service))
     except GraftError as error:
         log_file = None if service is None else ready.save_and_stop(service, state.logs_dir)
-        raise FailedStart(error, plan, log_file, getattr(error, "state", None)) from error
+        raise FailedStart(_cause(error, plan, log_file), plan, log_file, getattr(error, "state", None)) from error
+
+
+def _cause(error: GraftError, plan: Plan, log_file: Path | None) -> GraftError:
+    """Return what ended a start: a server that a required fix ended only looks like one that died."""
+    if log_file is None or not isinstance(error, NotReady):
+        return error
+    return reports.refusal(log_file.read_text(encoding="utf-8"), plan) or error
 
 
 def _started(made: Planned, engine: engine_env.EngineEnv | None, state: ServiceState, report: Reporter) -> Service:
@@ -339,7 +346,7 @@ def _follow(service: Service, plan: Plan, state: ServiceState, report: Reporter)
             case ready.Progress():
                 report.progress(event.done, event.total, "")
             case ready.LogLine():
-                report.line(event.text)
+                report.line(startlog.message(event.text))
             case ready.CanaryAsked():
                 report.note(f"Asked: {event.question}")
             case ready.Ready():
