@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help up down logs status ask render plan explain profiles models fixes doctor install install-dev check test generated clean
+.PHONY: help up down logs status ask render plan explain profiles models fixes install install-dev check test generated clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,9 +66,10 @@ check: install-dev ## Lint, types and the fast tests
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest tests/launcher
 
-test: check ## All tests that this machine can run; the others skip by name
+test: install-dev ## All tests that this machine can run; the others skip by name
 	$(GRAFT) engine install engine
 	$(GRAFT) engine install vllm-0.33
+	@$(MAKE) --no-print-directory check
 	$(VENV)/bin/python -m pytest tests/patches tests/engine tests/compose
 
 generated: install-dev ## Write again what follows from the code: schemas, golden files, README's tables
