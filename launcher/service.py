@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from launcher import engine_env, ready, reports, startlog
 from launcher.ask import Answer, is_healthy
 from launcher.diagnose import Diagnosis, diagnose
-from launcher.errors import GraftError, Refused, UsageError
+from launcher.errors import GraftError, Refused, StartFailed, UsageError
 from launcher.evidence import ContainerState, Evidence, context_of
 from launcher.fit import calibration
 from launcher.fit.calibration import Comparison
@@ -192,8 +192,11 @@ def up(
         FailedStart: it was started and failed; it is stopped and its log is saved.
     """
     report.phase("check")
-    refuse(planned(options, profile, host_facts(profile)).plan, force)
+    first = planned(options, profile, host_facts(profile)).plan
+    refuse(first, force)
     engine = _fetch(options, profile, report)
+    # Before the plan that counts: a digest that the pull records is part of it.
+    _pull(first, report)
     report.phase("plan")
     made = planned(options, profile, host_facts(profile))
     refuse(made.plan, force)
@@ -279,6 +282,21 @@ def _fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.E
     return engine
 
 
+def _pull(plan: Plan, report: Reporter) -> None:
+    if plan.image is None:
+        return
+    from launcher.images import build
+    from launcher.images.pins import record_digest
+
+    report.phase("pull")
+    try:
+        digest = build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
+    except StartFailed as error:
+        raise FailedStart(error, plan, None, None) from error
+    if digest is not None and "@" not in plan.image.base:
+        record_digest(plan.image.base, digest)
+
+
 def _tell_install(event: engine_env.InstallEvent, report: Reporter) -> None:
     if event.done_bytes is not None and event.total_bytes:
         report.progress(event.done_bytes, event.total_bytes, "bytes", event.detail)
@@ -323,14 +341,9 @@ def _started(made: Planned, engine: engine_env.EngineEnv | None, state: ServiceS
         assert engine is not None
         return host.start(plan, models_dir() / plan.model, state, engine.vllm)
     from launcher.images import build
-    from launcher.images.pins import record_digest
     from launcher.runtime.compose import ComposeService
 
     assert plan.image is not None
-    report.phase("pull")
-    digest = build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
-    if digest is not None and "@" not in plan.image.base:
-        record_digest(plan.image.base, digest)
     report.phase("build")
     build.ensure(state.compose_file, build.tag(plan.image, build.build_wheel()), report.line)
     service = ComposeService(state.compose_file, plan)
