@@ -66,7 +66,6 @@ def plan_memory(
     Raises:
         FitError: the card asked for is not known, or the listed sizes contradict each other.
     """
-    weights = weights or listed_weights(model, geometry)
     if weights is None:
         return _unplanned(profile, (_sizes_unknown(model),))
     request = FitRequest(

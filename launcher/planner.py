@@ -13,14 +13,15 @@ from vllm_graft.report import expected_processes, ordered_roles
 
 from launcher.checks import CheckResult, Demand, check, select
 from launcher.errors import UsageError
-from launcher.fit.geometry import Geometry, GeometryError, geometry_from_config
+from launcher.fit.geometry import FitError, Geometry, GeometryError, geometry_from_config
+from launcher.fit.shapes import weights_from_shapes
 from launcher.fit.weights import Weights
 from launcher.flags import Decisions, refuse_owned, serve_flags, server_environment
 from launcher.host.devices import Device
 from launcher.host.facts import HostFacts
 from launcher.host.modelfiles import IncompleteFile
 from launcher.images.pins import Pin
-from launcher.memory import MemoryInputs, MemoryPlan, plan_memory, refused_kv_cache
+from launcher.memory import MemoryInputs, MemoryPlan, listed_weights, plan_memory, refused_kv_cache
 from launcher.plan import GpuMode, Plan, Runtime, SelectedGpu
 from launcher.problems import Problem
 from launcher.profile import Model, Profile, Speculation
@@ -87,7 +88,14 @@ def make(inputs: Inputs) -> Planned:
     memory = None
     if profile.gpu is not None and geometry is not None:
         memory = plan_memory(
-            profile, inputs.model, geometry, inputs.weights, devices, speculation, inputs.memory, fixes.is_safe_mode
+            profile,
+            inputs.model,
+            geometry,
+            _weights(inputs, geometry),
+            devices,
+            speculation,
+            inputs.memory,
+            fixes.is_safe_mode,
         )
     if memory is not None:
         profile = memory.profile
@@ -107,10 +115,30 @@ def make(inputs: Inputs) -> Planned:
     return Planned(plan, replace(inputs, profile=profile), memory)
 
 
+def _config(inputs: Inputs) -> tuple[Mapping[str, Any] | None, str]:
+    """Return the checkpoint's config.json, else what the model's YAML lists of it; and where it is from."""
+    if inputs.config is None and inputs.model.geometry is not None:
+        return inputs.model.geometry.config, f"{inputs.model.source}: {inputs.model.geometry.source}"
+    return inputs.config, inputs.config_source
+
+
+def _weights(inputs: Inputs, geometry: Geometry) -> Weights | None:
+    """Return the sizes of the checkpoint's files, else the listed ones, else those that follow from the shapes."""
+    known = inputs.weights or listed_weights(inputs.model, geometry)
+    config, source = _config(inputs)
+    if known is not None or config is None:
+        return known
+    if inputs.config is None and "quantization_config" not in config:
+        # A config.json without it has 16 bits; a list of fields may have left it out.
+        return None
+    try:
+        return weights_from_shapes(config, geometry, source)
+    except FitError:
+        return None
+
+
 def _geometry(inputs: Inputs) -> tuple[Geometry | None, tuple[Problem, ...]]:
-    config, source = inputs.config, inputs.config_source
-    if config is None and inputs.model.geometry is not None:
-        config, source = inputs.model.geometry.config, f"{inputs.model.source}: {inputs.model.geometry.source}"
+    config, source = _config(inputs)
     if config is None:
         return None, (
             Problem(

@@ -28,7 +28,7 @@ def model_rows(options: Options, profile: Profile) -> tuple[ModelRow, ...]:
         made = planned(replace(options, model=name), profile, None)
         report = made.memory.report if made.memory else None
         reasons = "; ".join(problem.message for problem in made.plan.problems)
-        rows.append(ModelRow(name, made.inputs.model.title, report, reasons))
+        rows.append(ModelRow(name, made.inputs.model.title, report, bool(made.plan.refusals), reasons))
     return tuple(rows)
 
 

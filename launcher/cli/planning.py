@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from launcher.fit.advice import TargetAdvice
     from launcher.fit.report import ModelRow
     from launcher.host.facts import HostFacts
+    from launcher.profile import Profile
 
 app = typer.Typer()
 
@@ -157,7 +158,7 @@ def list_models(
         asked = list(prepare.shipped_and_own(options))
         asked = [survey.nearest_profile(asked, card)] if card else asked
     tables = [
-        (f"{card or one.gpu.card} with the settings of {one.name}", survey.model_rows(options, one))
+        (f"{_cards(one, card or one.gpu.card)} with the settings of {one.name}", survey.model_rows(options, one))
         for one in asked
         if one.gpu is not None
     ]
@@ -317,7 +318,18 @@ def _draw(made: Planned, path: Path) -> None:
 
     if made.memory is None or made.memory.report is None:
         raise UsageError(f"--svg {path}: there is no memory plan to draw for {made.plan.profile}")
-    path.write_text(waterfall_svg(made.memory.report, f"{made.plan.profile}: {made.plan.model}"), encoding="utf-8")
+    report = made.memory.report
+    on = _cards(made.inputs.profile, report.request.card.source.split(":")[0])
+    title = f"{made.plan.model}, {report.context_tokens:,} tokens, with the settings of {made.plan.profile} on {on}"
+    try:
+        path.write_text(waterfall_svg(report, title), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--svg {path}: cannot be written: {error.strerror}") from error
+
+
+def _cards(profile: "Profile", card: str) -> str:
+    count = profile.serve.tensor_parallel_size
+    return card if count == 1 else f"{count} x {card}"
 
 
 def _check_boots(path: Path, as_json: bool) -> None:
@@ -338,7 +350,7 @@ def _model_json(row: "ModelRow") -> dict[str, Any]:
     return {
         "model": row.model,
         "title": row.title,
-        "verdict": report.verdict.value if report else "NO",
+        "verdict": row.verdict,
         "advisable_context_tokens": report.advisable_context_tokens if report else 0,
         "reason": row.reason or (report.verdict.decided_by if report else ""),
     }

@@ -90,7 +90,7 @@ def outside_terms(request: FitRequest, layout: KvLayout, context_tokens: int) ->
         terms.append(
             Term(
                 "turboquant_workspace",
-                "TurboQuant workspace and one continuation pair",
+                "TurboQuant workspace",
                 workspace + pair,
                 "fitted",
                 pair // 2,

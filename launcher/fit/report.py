@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from xml.etree import ElementTree
 
 from launcher.fit.advice import Advice, TargetAdvice
@@ -20,7 +20,7 @@ from launcher.fit.request import GIB
 if TYPE_CHECKING:
     from rich.table import Table
 
-_STYLE = {"FITS": "green", "LIKELY": "yellow", "NO": "red"}
+_STYLE = {"FITS": "green", "LIKELY": "yellow", "NO": "red", "UNKNOWN": "yellow"}
 _STATUS_STYLE = {"exact": "green", "within rounding": "yellow", "off": "red", "nothing reported": "red"}
 _FAMILIES = (
     # Key prefix, colour: the palette of Okabe and Ito, which colour-blind readers can tell apart.
@@ -54,7 +54,7 @@ def verdict_text(report: FitReport) -> str:
     """Return the answer in a few lines, with rich markup."""
     verdict = report.verdict
     style = _STYLE[verdict.value]
-    lines = [f"[bold {style}]{verdict.value}[/] {_sentence(verdict.decided_by)}"]
+    lines = [f"[bold {style}]{verdict.value}[/]: {_sentence(verdict.decided_by)}"]
     lines += [_sentence(reason) for reason in verdict.reasons if reason != verdict.decided_by]
     lines += [f"{_sentence(blocker.remedy)}" for blocker in report.blockers]
     if report.advisable_context_tokens:
@@ -156,12 +156,20 @@ def check_table(report: CheckReport) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One model on one card for `graft models`; `reason` stands in for a report where the fit was refused."""
+    """One model on one card for `graft models`; `reason` stands in for a report where there is none."""
 
     model: str
     title: str
     report: FitReport | None
+    is_refused: bool
+    """Whether the plan says no; without a report and a refusal the model's size or geometry is not known."""
     reason: str
+
+    @property
+    def verdict(self) -> Literal["FITS", "LIKELY", "NO", "UNKNOWN"]:
+        if self.report is not None:
+            return self.report.verdict.value
+        return "NO" if self.is_refused else "UNKNOWN"
 
 
 def models_table(rows: Sequence[ModelRow], card: str) -> Table:
@@ -173,12 +181,12 @@ def models_table(rows: Sequence[ModelRow], card: str) -> Table:
         table.add_column(name)
     for row in ranked_models(rows):
         if row.report is None:
-            table.add_row(row.model, _coloured("NO"), "", "", row.reason)
+            table.add_row(row.model, _coloured(row.verdict), "", "", row.reason)
             continue
         context = f"{row.report.advisable_context_tokens:,}" if row.report.advisable_context_tokens else "none"
         table.add_row(
             row.model,
-            _coloured(row.report.verdict.value),
+            _coloured(row.verdict),
             context,
             row.report.request.settings.kv_cache_dtype,
             row.report.verdict.decided_by,
@@ -188,13 +196,13 @@ def models_table(rows: Sequence[ModelRow], card: str) -> Table:
 
 def ranked_models(rows: Sequence[ModelRow]) -> tuple[ModelRow, ...]:
     """Order by verdict, then by advisable context, then by the size of the weights, largest first."""
-    order = {"FITS": 2, "LIKELY": 1, "NO": 0}
+    order = {"FITS": 3, "LIKELY": 2, "UNKNOWN": 1, "NO": 0}
 
     def merit(row: ModelRow) -> tuple[int, int, int]:
         if row.report is None:
-            return -1, 0, 0
+            return order[row.verdict], 0, 0
         weights = row.report.request.weights.total_bytes
-        return order[row.report.verdict.value], row.report.advisable_context_tokens, weights
+        return order[row.verdict], row.report.advisable_context_tokens, weights
 
     return tuple(sorted(rows, key=merit, reverse=True))
 
@@ -227,6 +235,7 @@ def waterfall_svg(report: FitReport, title: str) -> str:
     _text(svg, 16, 26, title, {"font-size": "17", "font-weight": "600"})
     summary = f"{report.verdict.value}: {report.verdict.decided_by}"
     _text(svg, 16, 47, summary, {"fill": "#444444", "font-size": "12"})
+    _text(svg, width - right + 8, 47, "GiB per GPU", {"fill": "#444444", "font-size": "12"})
     for index, (term, start, end) in enumerate(zip(terms, ends, ends[1:], strict=False)):
         y = top + row * index
         low, high = min(start, end), max(start, end)

@@ -37,14 +37,14 @@ def test_the_waterfall_shows_every_term_with_basis_and_error(ask_27b: Ask) -> No
 
 def test_the_verdict_says_the_number_that_decides_and_both_contexts(ask_27b: Ask) -> None:
     text = shown(rendering.verdict_text(fit(ask_27b())))
-    assert text.startswith("LIKELY 0.55 GiB")
+    assert text.startswith("LIKELY: 0.55 GiB")
     assert "20,800" in text
     assert "36,800" in text
 
 
 def test_no_context_is_printed_when_nothing_starts(ask_27b: Ask) -> None:
     text = shown(rendering.verdict_text(fit(ask_27b(language_model_only=False))))
-    assert text.startswith("NO 0.74 GiB are left")
+    assert text.startswith("NO: 0.74 GiB are left")
     assert "ongest" not in text
 
 
@@ -61,11 +61,13 @@ def test_alternatives_and_advice_are_readable(ask_27b: Ask) -> None:
 
 def test_models_are_listed_best_first(ask_27b: Ask) -> None:
     rows = [
-        rendering.ModelRow("one-card", "", fit(ask_27b()), ""),
-        rendering.ModelRow("refused", "", None, "config.json: head_dim is missing"),
-        rendering.ModelRow("two-cards", "", fit(ask_27b(cards=2)), ""),
+        rendering.ModelRow("one-card", "", fit(ask_27b()), False, ""),
+        rendering.ModelRow("refused", "", None, True, "config.json: head_dim is missing"),
+        rendering.ModelRow("two-cards", "", fit(ask_27b(cards=2)), False, ""),
+        rendering.ModelRow("not-here", "", None, False, "its config.json is not here yet"),
     ]
-    assert [row.model for row in rendering.ranked_models(rows)] == ["two-cards", "one-card", "refused"]
+    assert [row.model for row in rendering.ranked_models(rows)] == ["two-cards", "one-card", "not-here", "refused"]
+    assert [row.verdict for row in rows] == ["LIKELY", "NO", "FITS", "UNKNOWN"]
     text = shown(rendering.models_table(rows, "24 GiB"))
     assert "head_dim is missing" in text
 
