@@ -1,7 +1,7 @@
 """Questions about models and cards beyond one start: which model fits which card, and what reaches a longer context."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.checks import CheckResult, check, facts_from_file
@@ -9,6 +9,7 @@ from launcher.errors import UsageError
 from launcher.fit.advice import OtherModel, TargetAdvice, alternatives
 from launcher.fit.geometry import geometry_from_config
 from launcher.fit.planner import FitReport, fit
+from launcher.fit.refusals import refusals
 from launcher.fit.report import ModelRow
 from launcher.fit.request import FitRequest, card_from_name_or_size
 from launcher.fit.shapes import weights_from_shapes
@@ -62,13 +63,31 @@ def nearest_profile(profiles: Sequence[Profile], card: str) -> Profile:
     return min((profile for profile in profiles if profile.gpu is not None and profile.gpu.count == 1), key=distance)
 
 
-def fit_folder(path: Path, options: Options, profiles: Sequence[Profile]) -> FitReport:
+_PLAIN_KV_DTYPES = ("fp8", "int8_per_token_head", "auto")
+"""What is taken for any model where the profile's KV cache is made for others; best first."""
+
+
+@dataclass(frozen=True)
+class FolderFit:
+    """What fits of any model, with the profile that the settings are from."""
+
+    profile: str
+    report: FitReport
+    note: str
+    """What differs from the profile; empty when nothing does."""
+
+
+def fit_folder(path: Path, options: Options, profiles: Sequence[Profile]) -> FolderFit:
     """Fit any model: its folder, or its config.json; without weights beside it their sizes follow from the shapes.
+
+    Where the profile was not named and its KV cache is refused for this model, one that works is taken.
 
     Raises:
         UsageError: no card is known, or a file cannot be read.
         FitError: the geometry is not complete, or the combination is refused.
     """
+    if not path.exists():
+        raise UsageError(f"{path}: not there; give a model's folder or its config.json")
     folder = path if path.is_dir() else path.parent
     config = folder / "config.json" if path.is_dir() else path
     document = read_config(config)
@@ -83,18 +102,25 @@ def fit_folder(path: Path, options: Options, profiles: Sequence[Profile]) -> Fit
         raise UsageError("no card is named; give --card 24GiB or --profile rtx4090")
     speculation, _ = speculation_for(profile, geometry)
     card = card_of(profile, (), options.card)
-    return fit(
-        FitRequest(
-            geometry,
-            weights_from_folder(folder)
-            if any(folder.glob("*.safetensors"))
-            else weights_from_shapes(document, geometry, str(config)),
-            settings_of(profile, speculation, is_safe_mode=False),
-            card,
-            profile.serve.tensor_parallel_size,
-            vllm_version=profile.vllm,
-        )
+    request = FitRequest(
+        geometry,
+        weights_from_folder(folder)
+        if any(folder.glob("*.safetensors"))
+        else weights_from_shapes(document, geometry, str(config)),
+        settings_of(profile, speculation, is_safe_mode=False),
+        card,
+        profile.serve.tensor_parallel_size,
+        vllm_version=profile.vllm,
     )
+    note = ""
+    broken = refusals(request)
+    if broken and not options.profile:
+        tried = [replace(request.settings, kv_cache_dtype=name) for name in _PLAIN_KV_DTYPES]
+        plain = next((one for one in tried if not refusals(request.with_settings(one))), None)
+        if plain is not None:
+            request = request.with_settings(plain)
+            note = f"KV cache {plain.kv_cache_dtype}: {broken[0].message}"
+    return FolderFit(profile.name, fit(request), note)
 
 
 def checked(options: Options, facts_file: Path | None) -> tuple[CheckResult, HostFacts]:

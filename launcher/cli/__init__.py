@@ -3,8 +3,9 @@
 import sys
 
 from launcher.cli import base, planning, service
-from launcher.errors import INTERRUPTED_EXIT_CODE, GraftError
+from launcher.errors import INTERRUPTED_EXIT_CODE, GraftError, Refused
 from launcher.fit.geometry import FitError
+from launcher.fit.refusals import FitRefused
 
 base.app.add_typer(service.app)
 base.app.add_typer(planning.app)
@@ -16,6 +17,8 @@ def main() -> None:
         base.app(standalone_mode=False)
     except GraftError as error:
         base.fail(str(error), error.exit_code)
+    except FitRefused as error:
+        base.fail(str(error), Refused.exit_code)
     except FitError as error:
         base.fail(str(error), 2)
     except KeyboardInterrupt:

@@ -191,14 +191,17 @@ def fit(
     from launcher import survey
 
     options = Options(profile, None, profiles, None, card)
-    report = survey.fit_folder(path, options, prepare.shipped_and_own(options))
+    found = survey.fit_folder(path, options, prepare.shipped_and_own(options))
     if as_json:
-        print_json(report.to_json())
+        print_json({"profile": found.profile, "note": found.note, **found.report.to_json()})
         return
     from launcher.fit.report import verdict_text, waterfall_table
 
-    out.print(waterfall_table(report))
-    out.print(verdict_text(report))
+    out.print(f"{path} with the settings of {found.profile}", markup=False)
+    if found.note:
+        out.print(f"{found.note}.", markup=False)
+    out.print(verdict_text(found.report))
+    out.print(waterfall_table(found.report))
 
 
 @app.command()

@@ -180,10 +180,11 @@ def combined_error_bytes(request: FitRequest, terms: tuple[Term, ...]) -> int:
     combined = math.ceil(math.sqrt(sum(term.error_bytes**2 for term in terms)))
     if request.calibration is not None:
         return max(request.calibration.spread_bytes, CALIBRATED_ERROR_BYTES // request.calibration.boots)
-    return max(combined, UNCALIBRATED_ERROR_BYTES if _is_fitted(request.geometry) else OTHER_MODEL_ERROR_BYTES)
+    return max(combined, UNCALIBRATED_ERROR_BYTES if is_fitted(request.geometry) else OTHER_MODEL_ERROR_BYTES)
 
 
-def _is_fitted(geometry: Geometry) -> bool:
+def is_fitted(geometry: Geometry) -> bool:
+    """Whether the coefficients were fitted to a model of this shape; for others they are scaled."""
     return geometry.is_hybrid and (geometry.hidden_size, geometry.num_hidden_layers) == FITTED_SHAPE
 
 
@@ -191,7 +192,7 @@ def _activations(request: FitRequest) -> Term:
     settings, geometry = request.settings, request.geometry
     per_token = ACTIVATION_BYTES_PER_TOKEN + ACTIVATION_SHARDED_BYTES_PER_TOKEN / settings.tensor_parallel_size
     size = settings.max_num_batched_tokens * per_token * geometry.hidden_size / FITTED_SHAPE[0]
-    fitted = _is_fitted(geometry)
+    fitted = is_fitted(geometry)
     return Term(
         "activations",
         "activation peak",

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launcher.fit.budget import (
+    OTHER_MODEL_ERROR_BYTES,
     PHYSICAL_RESERVE_BYTES,
     Term,
     capture_sizes,
     combined_error_bytes,
+    is_fitted,
     load_peak_bytes,
     other_use_bytes,
     outside_terms,
@@ -77,6 +79,8 @@ def bands(request: FitRequest) -> Bands:
         return Bands(error, 0, f"calibrated by {request.calibration.boots} boot(s) of this configuration")
     if request.settings.tensor_parallel_size == 1 and request.card.total_bytes < SMALL_CARD_BYTES:
         return Bands(2 * GIB, GIB // 2, "one 24 GB card, where identical boots differed most")
+    if not is_fitted(request.geometry):
+        return Bands(OTHER_MODEL_ERROR_BYTES, 0, "scaled from the fitted model, so good to a GiB at best")
     return Bands(GIB // 2, 0, "fitted terms are good to half a GiB")
 
 
