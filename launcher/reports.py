@@ -47,6 +47,14 @@ def collect(service: Service, plan: Plan, fixes: Sequence[Patch] = FIXES) -> Col
     return Collected(applied(reports, plan), tuple(trouble.values()))
 
 
+def refusal(log: str, plan: Plan) -> FixNotApplied | None:
+    """Return the error of a start that vllm_graft itself ended, from the log that it left; None where it did not."""
+    # Without its facts file a process knows no run id.
+    mine = [report for report in parse_lines(log) if report.run_id in (plan.run_id, None)]
+    said = dict.fromkeys(f"{report.process}: {report.error}" for report in mine if report.error)
+    return FixNotApplied("\n".join(said)) if said else None
+
+
 def read(service: Service) -> list[ProcessReport]:
     """Return the reports in the server's log."""
     return parse_lines("\n".join(service.log()))

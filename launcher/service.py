@@ -8,14 +8,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from launcher import engine_env, ready, reports, startlog
+from launcher import engine_env, ready, release, reports, startlog
 from launcher.ask import Answer, is_healthy
 from launcher.diagnose import Diagnosis, diagnose
-from launcher.errors import GraftError, Refused, StartFailed, UsageError
+from launcher.errors import GraftError, Refused, UsageError
 from launcher.evidence import ContainerState, Evidence, context_of
 from launcher.fit import calibration
 from launcher.fit.calibration import Comparison
 from launcher.host.probe import probe
+from launcher.images.pins import load_pins
 from launcher.memory import machine_key
 from launcher.plan import Plan
 from launcher.planner import Planned
@@ -29,7 +30,7 @@ from launcher.state import ServiceState, state_root
 from launcher.weights.fetch import FetchEvent, ensure_model
 
 if TYPE_CHECKING:
-    from launcher.diagnose import Diagnosis
+    from launcher.images.lock import Lock
 
 
 class Reporter(Protocol):
@@ -180,28 +181,68 @@ def render(made: Planned) -> dict[Path, bytes]:
 
 
 def up(
-    options: Options, profile: Profile, report: Reporter, *, force: bool, on_plan: Callable[[Planned], None]
+    options: Options,
+    profile: Profile,
+    report: Reporter,
+    *,
+    force: bool,
+    on_plan: Callable[[Planned], None],
+    locked: bool = False,
+    unpinned: bool = False,
 ) -> Started:
-    """Start a service and follow it to its first right answer.
+    """Start a service and follow it to its first right answer; what was started is then its lock.
 
     Args:
         on_plan: told the plan before anything is started.
+        locked: start what the lock says, or nothing.
+        unpinned: a base image on this machine that came from no registry will do.
 
     Raises:
-        Refused: the plan or the machine says no, and `force` is not given.
+        Refused: the plan or the machine says no, and `force` is not given; or it is not what is locked.
         FailedStart: it was started and failed; it is stopped and its log is saved.
+    """
+    made, engine = prepared(options, profile, report, force=force, unpinned=unpinned)
+    state, now = ServiceState.of(profile.name), lock_of(made, report)
+    if locked:
+        release.refuse_unlocked(state, now)
+    on_plan(made)
+    started = start(made, engine, report)
+    release.keep(state, now)
+    return started
+
+
+def prepared(
+    options: Options, profile: Profile, report: Reporter, *, force: bool, unpinned: bool
+) -> tuple[Planned, engine_env.EngineEnv | None]:
+    """Bring what a start needs, and plan it; return the plan and the host runtime's environment.
+
+    Raises:
+        Refused: the plan or the machine says no, and `force` is not given; or the base's digest cannot be known.
     """
     report.phase("check")
     first = planned(options, profile, host_facts(profile)).plan
     refuse(first, force)
+    if first.image is not None:
+        from launcher.images.base import ensure_digest
+
+        # Before the plan that counts: the digest is part of it.
+        ensure_digest(load_pins().of(first.vllm), unpinned=unpinned)
     engine = _fetch(options, profile, report)
-    # Before the plan that counts: a digest that the pull records is part of it.
-    _pull(first, report)
     report.phase("plan")
     made = planned(options, profile, host_facts(profile))
     refuse(made.plan, force)
-    on_plan(made)
-    return _start(made, engine, report)
+    return made, engine
+
+
+def lock_of(made: Planned, report: Reporter) -> "Lock":
+    """Return the lock of a plan whose model is here; a file without a recorded hash is read for it."""
+    from launcher.images import lock
+
+    def tell(name: str, done_bytes: int, total_bytes: int) -> None:
+        report.progress(done_bytes, total_bytes, "bytes", f"hash {name}")
+
+    former = lock.lock_file(ServiceState.of(made.plan.profile))
+    return lock.of(made.plan, models_dir() / made.plan.model, former, tell)
 
 
 def refuse(plan: Plan, force: bool) -> None:
@@ -249,7 +290,7 @@ def curl(plan: Plan, base_url: str) -> str:
     )
 
 
-def diagnose_failure(failure: FailedStart) -> "Diagnosis | None":
+def diagnose_failure(failure: FailedStart) -> Diagnosis | None:
     """Return the one cause of a failed start; None where no rule knows it."""
 
     log = failure.log_file.read_text(encoding="utf-8") if failure.log_file else str(failure)
@@ -282,21 +323,6 @@ def _fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.E
     return engine
 
 
-def _pull(plan: Plan, report: Reporter) -> None:
-    if plan.image is None:
-        return
-    from launcher.images import build
-    from launcher.images.pins import record_digest
-
-    report.phase("pull")
-    try:
-        digest = build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
-    except StartFailed as error:
-        raise FailedStart(error, plan, None, None) from error
-    if digest is not None and "@" not in plan.image.base:
-        record_digest(plan.image.base, digest)
-
-
 def _tell_install(event: engine_env.InstallEvent, report: Reporter) -> None:
     if event.done_bytes is not None and event.total_bytes:
         report.progress(event.done_bytes, event.total_bytes, "bytes", event.detail)
@@ -311,14 +337,19 @@ def _tell_fetch(event: FetchEvent, report: Reporter) -> None:
         report.progress(event.done_bytes, event.total_bytes, "bytes", event.detail)
 
 
-def _start(made: Planned, engine: engine_env.EngineEnv | None, report: Reporter) -> Started:
+def start(made: Planned, engine: engine_env.EngineEnv | None, report: Reporter) -> Started:
+    """Render, start, follow and verify a planned service.
+
+    Raises:
+        FailedStart: it is stopped and its log is saved.
+    """
     plan, state = made.plan, ServiceState.of(made.plan.profile)
     service: Service | None = None
     try:
         report.phase("render")
         render(made)
         service = _started(made, engine, state, report)
-        answer, elapsed_s = _follow(service, plan, state, report)
+        answer, elapsed_s = follow(service, plan, state, report)
         collected = reports.collect(service, plan)
         return Started(plan, service.base_url, answer, elapsed_s, collected, _record(made, service))
     except GraftError as error:
@@ -344,14 +375,24 @@ def _started(made: Planned, engine: engine_env.EngineEnv | None, state: ServiceS
     from launcher.runtime.compose import ComposeService
 
     assert plan.image is not None
-    report.phase("build")
-    build.ensure(state.compose_file, build.tag(plan.image, build.build_wheel()), report.line)
+    reference = build.tag(plan.image, build.build_wheel())
+    # An image that is there needs its base no more.
+    if not build.is_there(reference):
+        report.phase("pull")
+        build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
+        report.phase("build")
+        build.ensure(state.compose_file, reference, report.line)
     service = ComposeService(state.compose_file, plan)
     service.start(report.line)
     return service
 
 
-def _follow(service: Service, plan: Plan, state: ServiceState, report: Reporter) -> tuple[Answer, float]:
+def follow(service: Service, plan: Plan, state: ServiceState, report: Reporter) -> tuple[Answer, float]:
+    """Follow a start to its first right answer; return it and the seconds that it took.
+
+    Raises:
+        NotReady: the server ended, hangs, or answers wrongly.
+    """
     for event in ready.follow(service, plan.served_name, api_key=api_key(state.secrets_dir)):
         match event:
             case ready.PhaseStarted():
