@@ -1,12 +1,13 @@
 """The memory part of a plan: the context, the requests and the KV pool that a GPU profile starts with. Pure."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from launcher.fit.advice import Advice, advise
 from launcher.fit.calibration import BootRecord, calibration, configuration_key, pool_choice
 from launcher.fit.geometry import Geometry
-from launcher.fit.planner import FitReport, fit
+from launcher.fit.planner import FitReport, fit, fit_pool
 from launcher.fit.refusals import FitRefused, hardware_refusals
 from launcher.fit.request import Card, FitRequest, Settings, card_from_name_or_size, card_from_nvml
 from launcher.fit.verdict import bands
@@ -83,13 +84,13 @@ def plan_memory(
     if inputs.advise and advice.changes:
         profile = _advised(profile, advice)
         request = request.with_settings(advice.settings)
-    request = _calibrated(request, model, devices, inputs)
-    report = _with_requests(request, profile, is_safe_mode)
+    report = _with_requests(request, profile, is_safe_mode, lambda asked: _calibrated(asked, model, devices, inputs))
     machine, configuration = (
         machine_key(device.uuid for device in devices),
         configuration_key(model.name, profile.vllm, report.request.settings),
     )
     pool = pool_choice(report, inputs.boots, machine, configuration)
+    report = _with_pool(report, pool.kv_cache_memory_bytes)
     return MemoryPlan(
         profile=profile,
         report=report,
@@ -101,6 +102,45 @@ def plan_memory(
         kv_cache_memory_bytes=pool.kv_cache_memory_bytes,
         kv_pool_reason=pool.reason,
         problems=_problems(profile, report),
+    )
+
+
+def plan_cpu_pool(profile: Profile, geometry: Geometry, vllm_version: str) -> tuple[Problem, ...]:
+    """Return why the context does not fit into the CPU engine's KV pool: its size is known, so the answer is exact."""
+    serve = profile.serve
+    if serve.cpu_kv_cache_gib is None or not isinstance(serve.max_model_len, int):
+        return ()
+    settings = Settings(
+        kv_cache_dtype=serve.kv_cache_dtype,
+        max_num_batched_tokens=serve.max_num_batched_tokens,
+        max_num_seqs=1,
+        gpu_memory_utilization=1.0,
+        prefix_caching=serve.prefix_caching,
+    )
+    pool = fit_pool(geometry, settings, serve.cpu_kv_cache_gib * GIB, None, vllm_version)
+    if serve.max_model_len <= pool.largest_context_tokens:
+        return ()
+    limit = geometry.max_position_embeddings
+    if serve.max_model_len > limit:
+        return (
+            Problem(
+                cause="context-too-long",
+                severity="refuse",
+                message=f"max_model_len {serve.max_model_len} is above the model's max_position_embeddings {limit}",
+                remedy=f"Write serve.max_model_len: {limit} or less.",
+            ),
+        )
+    needed_gib = math.ceil(pool.layout.needed_bytes(serve.max_model_len) / GIB)
+    return (
+        Problem(
+            cause="kv-cache-too-small",
+            severity="refuse",
+            message=f"{serve.max_model_len} tokens do not fit into a KV cache of {serve.cpu_kv_cache_gib} GiB, which "
+            f"holds {pool.largest_context_tokens}",
+            remedy=f"Write serve.cpu_kv_cache_gib: {needed_gib}, or serve.max_model_len: {pool.largest_context_tokens}."
+            if pool.largest_context_tokens
+            else f"Write serve.cpu_kv_cache_gib: {needed_gib}.",
+        ),
     )
 
 
@@ -176,26 +216,37 @@ def _sizes_unknown(model: Model) -> Problem:
 
 
 def _calibrated(request: FitRequest, model: Model, devices: tuple[Device, ...], inputs: MemoryInputs) -> FitRequest:
-    if not devices:
+    """Ask with what earlier boots of exactly these settings on these GPUs say, where there are any."""
+    if not devices or not inputs.boots:
         return request
     key = configuration_key(model.name, request.vllm_version, request.settings)
-    predicted = fit(request).available_bytes
+    predicted = fit(replace(request, calibration=None)).available_bytes
     return replace(
         request, calibration=calibration(inputs.boots, machine_key(device.uuid for device in devices), key, predicted)
     )
 
 
-def _with_requests(request: FitRequest, profile: Profile, is_safe_mode: bool) -> FitReport:
+def _with_requests(
+    request: FitRequest, profile: Profile, is_safe_mode: bool, calibrated: Callable[[FitRequest], FitRequest]
+) -> FitReport:
     """Fit with as many requests as hold the whole context at once, unless the profile says how many."""
-    report = fit(request)
+    report = fit(calibrated(request))
     if isinstance(profile.serve.max_num_seqs, int) or is_safe_mode or not report.context_tokens:
         return report
     for requests in range(MOST_REQUESTS, 1, -1):
         settings = replace(request.settings, max_num_seqs=requests, max_model_len=report.context_tokens)
-        more = fit(replace(request, settings=settings))
+        more = fit(calibrated(replace(request, settings=settings)))
         if more.running_requests >= requests and more.verdict.value == report.verdict.value:
             return more
     return report
+
+
+def _with_pool(report: FitReport, pool_bytes: int | None) -> FitReport:
+    """Fit again with the pool that is fixed: what fits in it is exact."""
+    if pool_bytes is None:
+        return report
+    settings = replace(report.request.settings, max_model_len=report.context_tokens, kv_cache_memory_bytes=pool_bytes)
+    return fit(replace(report.request, settings=settings))
 
 
 def _advised(profile: Profile, advice: Advice) -> Profile:

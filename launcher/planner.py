@@ -21,7 +21,7 @@ from launcher.host.devices import Device
 from launcher.host.facts import HostFacts
 from launcher.host.modelfiles import IncompleteFile
 from launcher.images.pins import Pin
-from launcher.memory import MemoryInputs, MemoryPlan, listed_weights, plan_memory, refused_kv_cache
+from launcher.memory import MemoryInputs, MemoryPlan, listed_weights, plan_cpu_pool, plan_memory, refused_kv_cache
 from launcher.plan import GpuMode, Plan, Runtime, SelectedGpu
 from launcher.problems import Problem
 from launcher.profile import Model, Profile, Speculation
@@ -107,6 +107,7 @@ def make(inputs: Inputs) -> Planned:
             *checked.problems,
             *geometry_problems,
             *(memory.problems if memory else ()),
+            *(plan_cpu_pool(profile, geometry, profile.vllm) if geometry and profile.gpu is None else ()),
             *(refused_kv_cache(profile, devices, inputs.memory.card) if profile.gpu and memory is None else ()),
             *_fix_problems(fixes),
         )
@@ -149,7 +150,7 @@ def _geometry(inputs: Inputs) -> tuple[Geometry | None, tuple[Problem, ...]]:
             ),
         )
     try:
-        return geometry_from_config(config, source), ()
+        return geometry_from_config(config, source, inputs.profile.serve.dtype), ()
     except GeometryError as error:
         return None, (
             Problem(

@@ -350,13 +350,3 @@ def pool_choice(report: FitReport, boots: Sequence[BootRecord], machine: str, co
         f"{len(same)} recorded boot(s) had: the same pool at every start"
     )
     return PoolChoice(size, requests, reason)
-
-
-def context_edit(logged: LoggedBoot, setting: str) -> str | None:
-    """Turn vLLM's refusal into the edit that follows from it; None when it proposes no context."""
-    if logged.estimated_max_model_len is None:
-        return None
-    return (
-        f"{setting}: write {logged.estimated_max_model_len} instead of {logged.max_model_len}: vLLM found "
-        f"{logged.available_gib:.2f} GiB for the KV cache and {logged.needed_gib:.2f} GiB are needed"
-    )

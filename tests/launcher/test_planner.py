@@ -9,10 +9,11 @@ from vllm_graft.facts import RunFacts
 from vllm_graft.records import from_json, to_json
 
 from launcher.errors import UsageError
+from launcher.fit.calibration import BootRecord, LoggedBoot, configuration_key, record_boot
 from launcher.fit.geometry import FitError
 from launcher.host.facts import Docker, Gpu, HostFacts, Nvml
 from launcher.images.pins import load_pins
-from launcher.memory import MemoryInputs
+from launcher.memory import MemoryInputs, machine_key
 from launcher.plan import Plan
 from launcher.planner import Inputs, Planned, make
 from launcher.profile import Profile, load_model, load_profile, profile_files
@@ -239,3 +240,57 @@ def test_advice_takes_the_place_of_unsafe_numbers_where_it_is_asked_for() -> Non
     assert flag(obeyed.plan, "--gpu-memory-utilization") == "0.98"
     assert float(flag(advised.plan, "--gpu-memory-utilization") or 1) < 0.98
     assert advised.plan.refusals == ()
+
+
+def boot_of(made: Planned, gib: float) -> BootRecord:
+    """A boot as the launcher records one after a start of this plan."""
+    assert made.memory is not None
+    assert made.memory.report is not None
+    report = made.memory.report
+    key = configuration_key(made.plan.model, made.plan.vllm, report.request.settings)
+    machines = machine_key(gpu.uuid for gpu in made.plan.gpus)
+    logged = LoggedBoot(available_gib=gib)
+    record = record_boot(report, logged, machines, key, "2026-11-30T00:00:00+00:00")
+    assert record is not None
+    return record
+
+
+@pytest.mark.parametrize(("profile", "gib", "requests"), [("rtx4090", 1.7, "1"), ("rtx5090", 24.0, "2")])
+def test_a_recorded_boot_corrects_the_prediction_and_fixes_the_pool(profile: str, gib: float, requests: str) -> None:
+    """Also where several requests hold the context: their number is part of what was recorded."""
+    facts = machine(total_mib=49140, free_mib=48000) if requests == "2" else machine()
+    first = planned(load_profile(profile), facts=facts)
+    assert flag(first.plan, "--max-num-seqs") == requests
+    assert not has_flag(first.plan, "--kv-cache-memory-bytes")
+    boot = boot_of(first, gib)
+    again = planned(load_profile(profile), facts=facts, memory=MemoryInputs(boots=(boot,)))
+    assert again.memory is not None
+    assert again.memory.report is not None
+    assert again.memory.report.request.calibration is not None
+    assert again.memory.report.request.settings.max_num_seqs == int(requests)
+    assert again.memory.report.available_error_bytes == 0
+    pool = int(flag(again.plan, "--kv-cache-memory-bytes") or 0)
+    assert 0 < pool <= boot.available_bytes
+    assert again.memory.report.available_bytes == pool
+    assert again.memory.report.verdict.value == "FITS"
+    assert again.memory.problems == ()
+
+
+def test_a_smaller_pool_than_was_thought_shortens_the_context() -> None:
+    first = planned(load_profile("rtx4090"), facts=machine())
+    boot = boot_of(first, 1.1)
+    again = planned(load_profile("rtx4090"), facts=machine(), memory=MemoryInputs(boots=(boot,)))
+    assert first.plan.max_model_len is not None
+    assert again.plan.max_model_len is not None
+    assert again.plan.max_model_len < first.plan.max_model_len
+
+
+def test_the_cpu_refuses_a_context_that_its_pool_does_not_hold() -> None:
+    made = planned(profile_with("cpu", max_model_len=8192, cpu_kv_cache_gib=1))
+    assert made.plan.refusals == ()
+    big = planned(profile_with("cpu", max_model_len=8192, cpu_kv_cache_gib=1), model="qwen3.6-27b-int4")
+    (problem,) = [one for one in big.plan.refusals if one.cause == "kv-cache-too-small"]
+    assert "8192 tokens do not fit into a KV cache of 1 GiB" in problem.message
+    assert "Write serve.cpu_kv_cache_gib: 2" in problem.remedy
+    long = planned(profile_with("cpu", max_model_len=16384))
+    assert causes(long)["context-too-long"] == "refuse"

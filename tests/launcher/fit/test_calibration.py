@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.diagnose import diagnose
+from launcher.evidence import Evidence
 from launcher.fit.calibration import (
     BOOTS_PER_CONFIGURATION,
     BootRecord,
@@ -15,7 +17,6 @@ from launcher.fit.calibration import (
     calibration,
     compare,
     configuration_key,
-    context_edit,
     load,
     parse_boot_log,
     pool_choice,
@@ -75,13 +76,17 @@ def test_a_boot_is_read_from_the_log() -> None:
     )
 
 
-def test_a_refusal_becomes_an_edit_of_the_setting() -> None:
+def test_a_refusal_is_read_with_the_context_that_vllm_proposes() -> None:
     logged = parse_boot_log(REFUSAL)
     assert (logged.needed_gib, logged.available_gib, logged.estimated_max_model_len) == (2.91, 2.0, 36_800)
-    edit = context_edit(logged, "profiles/rtx4090.yaml: serve.max_model_len")
-    assert edit is not None
-    assert edit.startswith("profiles/rtx4090.yaml: serve.max_model_len: write 36800 instead of 65536")
-    assert context_edit(parse_boot_log(BOOT), "x") is None
+
+
+def test_a_refusal_becomes_an_edit_of_the_setting() -> None:
+    """A failed start prints the diagnosis of its log."""
+    found = diagnose(Evidence(log=REFUSAL))
+    assert found is not None
+    assert found.cause == "kv-cache-too-small"
+    assert "Set serve.max_model_len to 36800 or less" in found.remedy
 
 
 def test_a_cpu_start_is_read_too() -> None:
