@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.choice import chosen_vllm
 from launcher.errors import UsageError
 from launcher.fit import calibration
 from launcher.fit.geometry import FitError
@@ -20,7 +21,7 @@ from launcher.memory import MemoryInputs
 from launcher.plan import Runtime
 from launcher.planner import Inputs, Planned, make
 from launcher.profile import Model, Profile, load_model, load_profile, profile_files, user_folder
-from launcher.state import cache_root, state_root
+from launcher.state import ServiceState, cache_root, state_root
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,26 @@ def matches(options: Options, facts: HostFacts) -> tuple[Match, ...]:
 def chosen_profile(options: Options, facts: HostFacts | None = None) -> tuple[Profile, Choice | None]:
     """Return the profile named, else the one that suits this machine and why it was taken.
 
+    An upgrade or a rollback may have chosen another vLLM for it.
+
     Raises:
         UsageError: none is named and none suits; the message says which is closest and what to change.
     """
     user = user_folder(options.profiles_dir)
     if options.profile:
-        return load_profile(options.profile, user), None
+        return _as_chosen(load_profile(options.profile, user)), None
     facts = facts or gpu_facts()
     choice = choose(matches(options, facts), facts)
     if choice.profile is None:
         raise UsageError(choice.why)
-    return choice.profile, choice
+    return _as_chosen(choice.profile), choice
+
+
+def _as_chosen(profile: Profile) -> Profile:
+    vllm = chosen_vllm(ServiceState.of(profile.name))
+    if vllm is None or vllm == profile.vllm or vllm not in (pin.vllm for pin in load_pins().pins):
+        return profile
+    return profile.model_copy(update={"vllm": vllm})
 
 
 def chosen_model(options: Options, profile: Profile) -> Model:

@@ -2,13 +2,14 @@
 
 import sys
 
-from launcher.cli import base, planning, service
+from launcher.cli import base, images, planning, service
 from launcher.errors import INTERRUPTED_EXIT_CODE, GraftError, Refused
 from launcher.fit.geometry import FitError
 from launcher.fit.refusals import FitRefused
 
 base.app.add_typer(service.app)
 base.app.add_typer(planning.app)
+base.app.add_typer(images.app)
 
 
 def main() -> None:

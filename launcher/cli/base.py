@@ -43,6 +43,9 @@ CardOption = Annotated[
 ]
 AdviseOption = Annotated[bool, typer.Option("--advise", help="Take safer numbers where the profile's are unsafe.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+UnpinnedOption = Annotated[
+    bool, typer.Option("--unpinned", help="Take a base image that came from no registry, and so has no digest.")
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Go on although the plan or the machine says no.")]
 
 

@@ -14,6 +14,7 @@ from launcher.cli.base import (
     ModelOption,
     ProfileOption,
     RuntimeOption,
+    UnpinnedOption,
     chosen,
     err,
     out,
@@ -46,6 +47,10 @@ def up(
     advise: AdviseOption = False,
     force: ForceOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan, check, and start nothing.")] = False,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Start what lock.json says, byte for byte, or nothing.")
+    ] = False,
+    unpinned: UnpinnedOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the service and follow it to its first right answer."""
@@ -66,7 +71,15 @@ def up(
     live = Live(err if as_json else out)
     try:
         with live:
-            started = service.up(options, one, live, force=force, on_plan=lambda made: _say_plan(made, live))
+            started = service.up(
+                options,
+                one,
+                live,
+                force=force,
+                on_plan=lambda made: _say_plan(made, live),
+                locked=locked,
+                unpinned=unpinned,
+            )
     except service.FailedStart as failure:
         _say_failure(failure)
         raise

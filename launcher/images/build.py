@@ -20,6 +20,7 @@ PATCHES = CHECKOUT / "patches"
 REPOSITORY = "graft-vllm"
 PULL_TIMEOUT_S = 600
 """Longest silence of the engine while it pulls: it sends progress all the time, except while it unpacks a layer."""
+API_TIMEOUT_S = 10
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -73,6 +74,34 @@ def ensure(file: Path, reference: str, on_line: Callable[[str], None] | None = N
         return False
     compose.must(compose.build(file), on_line)
     return True
+
+
+@dataclass(frozen=True)
+class LocalImage:
+    """An image that Docker has."""
+
+    id: str
+    digest: str | None
+    """What a registry knows it by; None for one that came from none."""
+
+
+def local_image(reference: str) -> LocalImage | None:
+    """Return the image of this name on this machine; None where Docker has none.
+
+    Raises:
+        StartFailed: Docker does not answer.
+    """
+    import docker
+    import requests
+
+    try:
+        with connect(endpoint_in_use(), API_TIMEOUT_S) as client:
+            image: dict[str, Any] = client.inspect_image(reference)  # type: ignore[no-untyped-call]
+    except docker.errors.ImageNotFound:
+        return None
+    except (docker.errors.DockerException, requests.RequestException, OSError) as error:
+        raise StartFailed(f"{reference}: Docker cannot be asked: {' '.join(str(error).split())}") from error
+    return LocalImage(id=str(image["Id"]), digest=_digest(reference, image))
 
 
 def pull(base: str, on_progress: Callable[[PullProgress], None] | None = None) -> str | None:

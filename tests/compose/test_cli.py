@@ -67,12 +67,12 @@ def containers() -> set[str]:
 
 def test_up_ask_status_down(graft: Graft) -> None:
     graft.profile("test-cli")
-    up = graft("up", "--profile", "test-cli")
+    up = graft("up", "--unpinned", "--profile", "test-cli")
     assert up.returncode == 0, up.stdout + up.stderr
     assert "Paris" in up.stdout
     assert "READY smollm2-135m-instruct at http://127.0.0.1:" in up.stdout
 
-    again = graft("up", "--profile", "test-cli")
+    again = graft("up", "--unpinned", "--profile", "test-cli")
     assert (again.returncode, "already up and healthy" in again.stdout) == (0, True)
     assert "2" in graft("ask", "--profile", "test-cli", "--", "What is 1 + 1?").stdout
     status = graft("status", "--profile", "test-cli", "--json")
@@ -88,7 +88,7 @@ def test_up_ask_status_down(graft: Graft) -> None:
 
 def test_a_failed_up_names_the_cause_keeps_the_log_and_leaves_nothing_running(graft: Graft) -> None:
     graft.profile("test-flag", "  extra_args: [--no-such-flag]\n")
-    up = graft("up", "--profile", "test-flag")
+    up = graft("up", "--unpinned", "--profile", "test-flag")
     assert up.returncode == 4, up.stdout + up.stderr
     assert "unknown-vllm-flag" in up.stdout + up.stderr
     assert "--no-such-flag" in up.stdout + up.stderr
