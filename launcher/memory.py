@@ -84,7 +84,7 @@ def plan_memory(
     if inputs.advise and advice.changes:
         profile = _advised(profile, advice)
         request = request.with_settings(advice.settings)
-    report = _with_requests(request, profile, is_safe_mode, lambda asked: _calibrated(asked, model, devices, inputs))
+    report = _with_requests(request, profile, lambda asked: _calibrated(asked, model, devices, inputs))
     machine, configuration = (
         machine_key(device.uuid for device in devices),
         configuration_key(model.name, profile.vllm, report.request.settings),
@@ -188,7 +188,7 @@ def settings_of(profile: Profile, speculation: Speculation | None, is_safe_mode:
         prefix_caching=serve.prefix_caching,
         max_model_len=serve.max_model_len if isinstance(serve.max_model_len, int) else None,
         language_model_only=serve.language_model_only,
-        cudagraph_mode="PIECEWISE" if is_safe_mode else "FULL_AND_PIECEWISE",
+        cudagraph_mode="PIECEWISE" if is_safe_mode and speculation else "FULL_AND_PIECEWISE",
     )
 
 
@@ -226,12 +226,10 @@ def _calibrated(request: FitRequest, model: Model, devices: tuple[Device, ...], 
     )
 
 
-def _with_requests(
-    request: FitRequest, profile: Profile, is_safe_mode: bool, calibrated: Callable[[FitRequest], FitRequest]
-) -> FitReport:
+def _with_requests(request: FitRequest, profile: Profile, calibrated: Callable[[FitRequest], FitRequest]) -> FitReport:
     """Fit with as many requests as hold the whole context at once, unless the profile says how many."""
     report = fit(calibrated(request))
-    if isinstance(profile.serve.max_num_seqs, int) or is_safe_mode or not report.context_tokens:
+    if isinstance(profile.serve.max_num_seqs, int) or not report.context_tokens:
         return report
     for requests in range(MOST_REQUESTS, 1, -1):
         settings = replace(request.settings, max_num_seqs=requests, max_model_len=report.context_tokens)
@@ -263,10 +261,10 @@ def _context_reason(profile: Profile, report: FitReport) -> str:
 
 
 def _requests_reason(profile: Profile, report: FitReport, is_safe_mode: bool) -> str:
-    if isinstance(profile.serve.max_num_seqs, int):
-        return f"the profile's own; {report.running_requests} hold the whole context at once"
     if is_safe_mode:
         return "safe mode: one request at a time"
+    if isinstance(profile.serve.max_num_seqs, int):
+        return f"the profile's own; {report.running_requests} hold the whole context at once"
     return "as many as hold the whole context at once; write serve.max_num_seqs for more and shorter ones"
 
 

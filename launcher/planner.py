@@ -27,7 +27,7 @@ from launcher.problems import Problem
 from launcher.profile import Model, Profile, Speculation
 
 TURBOQUANT_SPECULATION_FIX = "tq-spec-decode"
-"""Without it, TurboQuant with speculation is right only in the flags-only safe mode."""
+"""Without it, TurboQuant is right only in the flags-only safe mode."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Fixes:
     required: tuple[str, ...]
     disabled: tuple[str, ...]
     is_safe_mode: bool
-    """TurboQuant with speculation, and its fix is not sure to be in."""
+    """TurboQuant, and its fix is not sure to be in."""
 
 
 def make(inputs: Inputs) -> Planned:
@@ -85,6 +85,8 @@ def make(inputs: Inputs) -> Planned:
     demand = demand_of(inputs)
     devices = select(inputs.facts, demand) if inputs.facts else ()
     fixes = _fixes(inputs, geometry, speculation, devices)
+    if fixes.is_safe_mode:
+        profile = _one_at_a_time(profile)
     memory = None
     if profile.gpu is not None and geometry is not None:
         memory = plan_memory(
@@ -109,7 +111,7 @@ def make(inputs: Inputs) -> Planned:
             *(memory.problems if memory else ()),
             *(plan_cpu_pool(profile, geometry, profile.vllm) if geometry and profile.gpu is None else ()),
             *(refused_kv_cache(profile, devices, inputs.memory.card) if profile.gpu and memory is None else ()),
-            *_fix_problems(fixes),
+            *_fix_problems(inputs.profile, speculation, fixes),
         )
     )
     plan = _plan(inputs, profile, geometry, decisions, fixes, checked, devices, memory, problems)
@@ -202,21 +204,44 @@ def _fixes(
         if fix.id not in disabled and fix.id not in profile.optional_fixes and profile.vllm in fix.fingerprints
     )
     turboquant = profile.serve.kv_cache_dtype.startswith("turboquant_")
-    is_safe_mode = turboquant and speculation is not None and TURBOQUANT_SPECULATION_FIX not in required
-    return _Fixes(required, disabled, is_safe_mode)
+    return _Fixes(required, disabled, is_safe_mode=turboquant and TURBOQUANT_SPECULATION_FIX not in required)
 
 
-def _fix_problems(fixes: _Fixes) -> tuple[Problem, ...]:
+def _one_at_a_time(profile: Profile) -> Profile:
+    """Return the profile with one request at a time: beside a new prompt the others would lose their cached prefix."""
+    serve = profile.serve.model_copy(update={"max_num_seqs": 1})
+    return profile.model_copy(
+        update={"serve": serve, "origins": {**profile.origins, "serve.max_num_seqs": "safe mode"}}
+    )
+
+
+def _fix_problems(profile: Profile, speculation: Speculation | None, fixes: _Fixes) -> tuple[Problem, ...]:
     if not fixes.is_safe_mode:
         return ()
+    cost = "requests wait for each other"
+    mode = "one request at a time"
+    if speculation is not None:
+        mode, cost = f"PIECEWISE graphs, no async scheduling and {mode}", f"decode steps are slower, and {cost}"
     return (
         Problem(
             cause="fixes-inactive",
             severity="warn",
-            message=f"TurboQuant with speculation runs without the fix {TURBOQUANT_SPECULATION_FIX}: safe mode, with "
-            "PIECEWISE graphs, no async scheduling and one request at a time; decode steps are slower",
-            remedy=f"Take {TURBOQUANT_SPECULATION_FIX} out of disabled_fixes and optional_fixes.",
+            message=f"TurboQuant runs without the fix {TURBOQUANT_SPECULATION_FIX}: safe mode, with {mode}; {cost} "
+            "(README.md, Proof, has what was measured)",
+            remedy=_way_to_the_fix(profile),
         ),
+    )
+
+
+def _way_to_the_fix(profile: Profile) -> str:
+    for key in ("disabled_fixes", "optional_fixes"):
+        if TURBOQUANT_SPECULATION_FIX in getattr(profile, key):
+            return f"Take {TURBOQUANT_SPECULATION_FIX} out of {key} ({profile.source_of(key)})."
+    (fix,) = (fix for fix in FIXES if fix.id == TURBOQUANT_SPECULATION_FIX)
+    known = " or ".join(fix.fingerprints)
+    return (
+        f"Write vllm: {known}: {fix.id} was made for their sources, and has drifted from {profile.vllm}, whose it does "
+        "not know."
     )
 
 
@@ -286,6 +311,7 @@ def _decisions(
     asked = serve.max_model_len if isinstance(serve.max_model_len, int) else None
     requests = serve.max_num_seqs if isinstance(serve.max_num_seqs, int) else 1
     drafts = " and drafts are verified inside them" if speculation else ""
+    drafts_unsafely = fixes.is_safe_mode and speculation is not None
     return Decisions(
         max_model_len=memory.max_model_len if memory else asked,
         max_model_len_reason=memory.max_model_len_reason
@@ -298,13 +324,13 @@ def _decisions(
         speculation=speculation,
         speculation_reason=speculation_reason,
         language_model_only=serve.language_model_only and geometry is not None and geometry.has_vision,
-        cudagraph_mode="PIECEWISE" if fixes.is_safe_mode else "FULL_AND_PIECEWISE",
+        cudagraph_mode="PIECEWISE" if drafts_unsafely else "FULL_AND_PIECEWISE",
         cudagraph_reason="safe mode: full graphs answer wrongly without the fix"
-        if fixes.is_safe_mode
+        if drafts_unsafely
         else f"decode steps run as one graph{drafts}",
-        async_scheduling=not fixes.is_safe_mode,
+        async_scheduling=not drafts_unsafely,
         async_scheduling_reason="safe mode: host lengths are wrong after a rejected draft without the fix"
-        if fixes.is_safe_mode
+        if drafts_unsafely
         else "the next step is prepared while the GPU works",
         kv_cache_memory_bytes=memory.kv_cache_memory_bytes if memory else None,
         kv_pool_reason=memory.kv_pool_reason if memory else "",

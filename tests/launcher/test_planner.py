@@ -98,9 +98,33 @@ def test_without_that_fix_being_sure_the_plan_falls_back_to_safe_mode_and_says_s
     assert causes(made)["fixes-inactive"] == "warn"
 
 
-def test_without_speculation_turboquant_needs_no_safe_mode() -> None:
-    profile = profile_with("rtx4090", speculation=None).model_copy(update={"disabled_fixes": ("tq-spec-decode",)})
+@pytest.mark.parametrize("requests", ["auto", 4])
+def test_without_speculation_turboquant_needs_the_fix_for_more_than_one_request(requests: str | int) -> None:
+    profile = profile_with("rtx4090", speculation=None, max_num_seqs=requests, max_model_len=4096)
+    made = planned(profile.model_copy(update={"disabled_fixes": ("tq-spec-decode",)}))
+    assert flag(made.plan, "--max-num-seqs") == "1"
+    assert '"cudagraph_mode":"FULL_AND_PIECEWISE"' in (flag(made.plan, "--compilation-config") or "")
+    assert has_flag(made.plan, "--async-scheduling")
+    (problem,) = (one for one in made.plan.problems if one.cause == "fixes-inactive")
+    assert "one request at a time; requests wait for each other" in problem.message
+    assert "out of disabled_fixes" in problem.remedy
+    assert int(flag(planned(profile).plan, "--max-num-seqs") or 0) > 1
+
+
+def test_a_kv_cache_without_turboquant_needs_no_safe_mode() -> None:
+    profile = profile_with("rtx4090", kv_cache_dtype="fp8").model_copy(update={"disabled_fixes": ("tq-spec-decode",)})
     assert "fixes-inactive" not in causes(planned(profile))
+
+
+@pytest.mark.parametrize("version", ["0.32.1", "0.33.1"])
+def test_a_vllm_that_the_fix_was_not_made_for_means_safe_mode_and_names_those_it_was(version: str) -> None:
+    profile = load_profile("rtx4090").model_copy(update={"vllm": version})
+    made = make(Inputs(profile, load_model(profile.model), load_pins().of("0.33.0")))
+    assert "tq-spec-decode" not in made.plan.required_fixes
+    assert '"cudagraph_mode":"PIECEWISE"' in (flag(made.plan, "--compilation-config") or "")
+    (problem,) = (one for one in made.plan.problems if one.cause == "fixes-inactive")
+    assert "Write vllm: 0.32.0 or 0.33.0" in problem.remedy
+    assert f"drifted from {version}" in problem.remedy
 
 
 def test_a_fix_that_does_not_exist_is_refused_with_those_there_are() -> None:
