@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from launcher.choice import chosen_vllm
 from launcher.errors import UsageError
 from launcher.fit import calibration
 from launcher.fit.geometry import FitError
+from launcher.fit.request import card_from_name_or_size
 from launcher.fit.weights import Weights, weights_from_folder
 from launcher.host import nvml
 from launcher.host.facts import HostFacts
@@ -17,7 +19,7 @@ from launcher.host.modelfiles import incomplete_files
 from launcher.host.probe import probe
 from launcher.images.pins import load_pins
 from launcher.match import Choice, Match, choose, match
-from launcher.memory import MemoryInputs
+from launcher.memory import MemoryInputs, card_of
 from launcher.plan import Runtime
 from launcher.planner import Inputs, Planned, make
 from launcher.profile import Model, Profile, load_model, load_profile, profile_files, user_folder
@@ -69,21 +71,39 @@ def matches(options: Options, facts: HostFacts) -> tuple[Match, ...]:
 
 
 def chosen_profile(options: Options, facts: HostFacts | None = None) -> tuple[Profile, Choice | None]:
-    """Return the profile named, else the one that suits this machine and why it was taken.
+    """Return the profile named, else the one for the card named, else the one that suits this machine and why.
 
     An upgrade or a rollback may have chosen another vLLM for it.
 
     Raises:
         UsageError: none is named and none suits; the message says which is closest and what to change.
+        FitError: the card is neither a known name nor a size.
     """
     user = user_folder(options.profiles_dir)
     if options.profile:
         return _as_chosen(load_profile(options.profile, user)), None
+    if options.card:
+        return nearest_profile(shipped_and_own(options), options.card), None
     facts = facts or gpu_facts()
     choice = choose(matches(options, facts), facts)
     if choice.profile is None:
         raise UsageError(choice.why)
     return _as_chosen(choice.profile), choice
+
+
+def nearest_profile(profiles: Sequence[Profile], card: str) -> Profile:
+    """Return the one-GPU profile whose card is nearest to the card named.
+
+    Raises:
+        FitError: the card is neither a known name nor a size.
+    """
+    wanted = card_from_name_or_size(card)
+
+    def distance(profile: Profile) -> tuple[int, bool]:
+        own = card_of(profile, (), None)
+        return abs(own.total_bytes - wanted.total_bytes), own.compute_capability != wanted.compute_capability
+
+    return min((profile for profile in profiles if profile.gpu is not None and profile.gpu.count == 1), key=distance)
 
 
 def _as_chosen(profile: Profile) -> Profile:
@@ -152,8 +172,10 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {error}; fetch it again") from error
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON: {error}; fetch it again") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path}: a JSON object is needed, got {type(config).__name__}")
     return config
@@ -161,5 +183,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def api_key(secrets_dir: Path) -> str | None:
     """Return the service's API key; None where it has none."""
-    path = secrets_dir / "api_key"
+    return _secret(secrets_dir / "api_key")
+
+
+def hub_token(secrets_dir: Path) -> str | None:
+    """Return the token of the hub that is kept with a service; None where there is none."""
+    return _secret(secrets_dir / "hf_token")
+
+
+def _secret(path: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None

@@ -1,6 +1,5 @@
 """Questions about models and cards beyond one start: which model fits which card, and what reaches a longer context."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from launcher.fit.geometry import geometry_from_config
 from launcher.fit.planner import FitReport, fit
 from launcher.fit.refusals import refusals
 from launcher.fit.report import ModelRow
-from launcher.fit.request import FitRequest, card_from_name_or_size
+from launcher.fit.request import FitRequest
 from launcher.fit.shapes import weights_from_shapes
 from launcher.fit.weights import weights_from_folder
 from launcher.host.facts import HostFacts
@@ -48,21 +47,6 @@ def alternatives_of(made: Planned, options: Options) -> tuple[TargetAdvice, ...]
     return alternatives(made.memory.report.request, other_models=others)
 
 
-def nearest_profile(profiles: Sequence[Profile], card: str) -> Profile:
-    """Return the one-GPU profile whose card is nearest to the card named.
-
-    Raises:
-        FitError: the card is neither a known name nor a size.
-    """
-    wanted = card_from_name_or_size(card)
-
-    def distance(profile: Profile) -> tuple[int, bool]:
-        own = card_of(profile, (), None)
-        return abs(own.total_bytes - wanted.total_bytes), own.compute_capability != wanted.compute_capability
-
-    return min((profile for profile in profiles if profile.gpu is not None and profile.gpu.count == 1), key=distance)
-
-
 _PLAIN_KV_DTYPES = ("fp8", "int8_per_token_head", "auto")
 """What is taken for any model where the profile's KV cache is made for others; best first."""
 
@@ -77,7 +61,7 @@ class FolderFit:
     """What differs from the profile; empty when nothing does."""
 
 
-def fit_folder(path: Path, options: Options, profiles: Sequence[Profile]) -> FolderFit:
+def fit_folder(path: Path, options: Options) -> FolderFit:
     """Fit any model: its folder, or its config.json; without weights beside it their sizes follow from the shapes.
 
     Where the profile was not named and its KV cache is refused for this model, one that works is taken.
@@ -92,14 +76,11 @@ def fit_folder(path: Path, options: Options, profiles: Sequence[Profile]) -> Fol
     config = folder / "config.json" if path.is_dir() else path
     document = read_config(config)
     geometry = geometry_from_config(document, str(config))
-    if options.profile:
-        profile = chosen_profile(options)[0]
-        if profile.gpu is None:
-            raise UsageError(f"{profile.name}: has no GPU to fit into; name a GPU profile, or --card 24GiB")
-    elif options.card:
-        profile = nearest_profile(profiles, options.card)
-    else:
+    if not options.profile and not options.card:
         raise UsageError("no card is named; give --card 24GiB or --profile rtx4090")
+    profile, _ = chosen_profile(options)
+    if profile.gpu is None:
+        raise UsageError(f"{profile.name}: has no GPU to fit into; name a GPU profile, or --card 24GiB")
     speculation, _ = speculation_for(profile, geometry)
     card = card_of(profile, (), options.card)
     request = FitRequest(

@@ -2,6 +2,8 @@
 
 import sys
 
+from typer.exceptions import TyperException
+
 from launcher.cli import base, images, planning, service
 from launcher.errors import INTERRUPTED_EXIT_CODE, GraftError, Refused
 from launcher.fit.geometry import FitError
@@ -15,7 +17,10 @@ base.app.add_typer(images.app)
 def main() -> None:
     """Run the command line; errors become one message and an exit code."""
     try:
-        base.app(standalone_mode=False)
+        exit_code = base.app(standalone_mode=False)
+    except TyperException as error:
+        # Without any command the help was printed and there is no message.
+        base.fail(f"{message}\nSee `graft --help`." if (message := error.format_message()) else "", error.exit_code)
     except GraftError as error:
         base.fail(str(error), error.exit_code)
     except FitRefused as error:
@@ -24,3 +29,6 @@ def main() -> None:
         base.fail(str(error), 2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)
+    # Typer returns the code of an early end, 130 of an interrupted command among them.
+    if isinstance(exit_code, int):
+        sys.exit(exit_code)

@@ -81,7 +81,8 @@ def print_json(value: Any) -> None:
 
 def fail(message: str, exit_code: int) -> NoReturn:
     """End the command with a message on standard error."""
-    err.print(f"graft: {message}", markup=False)
+    if message:
+        err.print(f"graft: {message}", markup=False)
     sys.exit(exit_code)
 
 

@@ -152,11 +152,10 @@ def list_models(
     from launcher.fit.report import models_table, ranked_models
 
     options = Options(profile, None, profiles, None, card)
-    if profile:
-        asked = [prepare.chosen_profile(options)[0]]
-    else:
-        asked = list(prepare.shipped_and_own(options))
-        asked = [survey.nearest_profile(asked, card)] if card else asked
+    named = profile or card
+    asked = [prepare.chosen_profile(options)[0]] if named else list(prepare.shipped_and_own(options))
+    if named and asked[0].gpu is None:
+        raise UsageError(f"{profile}: has no GPU that a model could fit; name a GPU profile, or --card 24GiB")
     tables = [
         (f"{_cards(one, card or one.gpu.card)} with the settings of {one.name}", survey.model_rows(options, one))
         for one in asked
@@ -191,7 +190,7 @@ def fit(
     from launcher import survey
 
     options = Options(profile, None, profiles, None, card)
-    found = survey.fit_folder(path, options, prepare.shipped_and_own(options))
+    found = survey.fit_folder(path, options)
     if as_json:
         print_json({"profile": found.profile, "note": found.note, **found.report.to_json()})
         return
@@ -206,6 +205,7 @@ def fit(
 
 @app.command()
 def check(
+    name: ProfileArgument = None,
     profile: ProfileOption = None,
     model: ModelOption = None,
     profiles: FolderOption = None,
@@ -216,7 +216,7 @@ def check(
     """Check this machine, or facts from a file, against a profile's demand; all problems are shown together."""
     from launcher import survey
 
-    result, machine = survey.checked(Options(profile, model, profiles, runtime), facts)
+    result, machine = survey.checked(Options(name or profile, model, profiles, runtime), facts)
     if as_json:
         print_json(
             {
@@ -307,6 +307,8 @@ def show_plan(made: Planned, as_json: bool, alternatives: "Sequence[TargetAdvice
 
 def _made(options: Options) -> Planned:
     one = chosen(options)
+    if options.card and one.gpu is None:
+        raise UsageError(f"--card {options.card}: profile {one.name} uses no GPU; name a GPU profile")
     return prepare.planned(options, one, None if options.card else prepare.host_facts(one))
 
 
