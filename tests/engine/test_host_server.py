@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 
 import psutil
 import pytest
+from vllm_graft import __main__ as vllm_graft
 
 from launcher.ask import ask, is_healthy
 from launcher.ready import Event, NotReady, PhaseStarted, Progress, Ready, follow
 from launcher.runtime import RunState, host
+from launcher.service import status
 from tests.engine.conftest import Bench, Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
@@ -76,6 +78,21 @@ def test_it_listens_on_this_machine_only(server: Running) -> None:
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == server.plan.port
     }
     assert addresses == {"127.0.0.1"}
+
+
+def test_its_reports_say_which_fixes_are_in_from_the_log_and_from_the_files(
+    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRAFT_STATE", str(server.state.root.parent))
+    found = status(server.state.root.name)
+    assert found is not None
+    assert found.is_good
+    assert set(found.applied) == set(server.plan.required_fixes) != set()
+    for where in (("--reports", server.state.reports_dir), ("--log", server.service.log_file)):
+        assert vllm_graft.main(["status", *map(str, where)]) == vllm_graft.OK
+        said = capsys.readouterr().out
+        assert all(f"{fix}: applied (required): in place of vllm." in said for fix in found.applied)
+        assert all(f"{process} (pid " in said for process in ("MainProcess", "EngineCore", "VllmWorker-0"))
 
 
 def test_a_flag_that_vllm_does_not_know_is_named_at_once(bench: Bench) -> None:
