@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,9 @@ from launcher.reports import Collected
 from launcher.runtime import RunState, Service
 from launcher.service_files import service_files, write
 from launcher.state import ServiceState, state_root
-from launcher.weights.fetch import FetchEvent, ensure_model
+from launcher.weights.events import FetchEvent, FileProgress
+from launcher.weights.fetch import ensure_model
+from launcher.weights.hub_token import stored_token
 
 if TYPE_CHECKING:
     from launcher.images.lock import Lock
@@ -41,6 +43,9 @@ class Reporter(Protocol):
 
     def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
         """Say how far the phase is, in `unit`: bytes, packages, shards."""
+
+    def files(self, files: Sequence[FileProgress]) -> None:
+        """Say how far each file is that is under way."""
 
     def note(self, text: str) -> None:
         """Say something that stays on the screen."""
@@ -227,7 +232,7 @@ def prepared(
 
         # Before the plan that counts: the digest is part of it.
         ensure_digest(load_pins().of(first.vllm), unpinned=unpinned)
-    engine = _fetch(options, profile, report)
+    engine = fetch(options, profile, report)
     report.phase("plan")
     made = planned(options, profile, host_facts(profile))
     refuse(made.plan, force)
@@ -310,7 +315,7 @@ def _service_of(plan: Plan, state: ServiceState) -> Service | None:
     return ComposeService(state.compose_file, plan)
 
 
-def _fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.EngineEnv | None:
+def fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.EngineEnv | None:
     """Bring the engine and the model's files; return the engine's environment of the host runtime."""
     runtime = options.runtime or profile.runtime
     model = chosen_model(options, profile)
@@ -319,7 +324,8 @@ def _fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.E
         report.phase("install")
         install(engine, report)
     report.phase("model")
-    ensure_model(model, models_dir(), lambda event: _tell_fetch(event, report))
+    token = stored_token(ServiceState.of(profile.name).secrets_dir)
+    ensure_model(model, models_dir(), lambda event: tell_fetch(event, report), token=token)
     return engine
 
 
@@ -330,7 +336,9 @@ def _tell_install(event: engine_env.InstallEvent, report: Reporter) -> None:
         report.progress(event.done, event.total, "packages", event.detail)
 
 
-def _tell_fetch(event: FetchEvent, report: Reporter) -> None:
+def tell_fetch(event: FetchEvent, report: Reporter) -> None:
+    """Pass on how far the files of a model are."""
+    report.files(event.files)
     if event.note:
         report.note(event.note)
     if event.done_bytes is not None and event.total_bytes:
@@ -371,8 +379,21 @@ def _started(made: Planned, engine: engine_env.EngineEnv | None, state: ServiceS
 
         assert engine is not None
         return host.start(plan, models_dir() / plan.model, state, engine.vllm)
-    from launcher.images import build
     from launcher.runtime.compose import ComposeService
+
+    bring_image(plan, state, report)
+    service = ComposeService(state.compose_file, plan)
+    service.start(report.line)
+    return service
+
+
+def bring_image(plan: Plan, state: ServiceState, report: Reporter) -> None:
+    """Pull and build the image of a plan whose files are written, unless Docker has it.
+
+    Raises:
+        StartFailed: the base cannot be pulled, or the build failed.
+    """
+    from launcher.images import build
 
     assert plan.image is not None
     reference = build.tag(plan.image, build.build_wheel())
@@ -382,9 +403,6 @@ def _started(made: Planned, engine: engine_env.EngineEnv | None, state: ServiceS
         build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
         report.phase("build")
         build.ensure(state.compose_file, reference, report.line)
-    service = ComposeService(state.compose_file, plan)
-    service.start(report.line)
-    return service
 
 
 def follow(service: Service, plan: Plan, state: ServiceState, report: Reporter) -> tuple[Answer, float]:

