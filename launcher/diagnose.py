@@ -14,11 +14,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from jinja2 import StrictUndefined, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from launcher import yamltext
 from launcher.evidence import Evidence
 from launcher.logtext import Hit
 from launcher.problems import Cause
@@ -152,7 +152,7 @@ def rules(folder: Path = RULES) -> tuple[Rule, ...]:
         pydantic.ValidationError: a rule is wrong.
         ValueError: two rules share an id.
     """
-    documents = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))]
+    documents = [yamltext.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))]
     loaded = tuple(Rule.model_validate(rule) for document in documents for rule in document["rules"])
     ids = [rule.id for rule in loaded]
     twice = sorted({name for name in ids if ids.count(name) > 1})

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from launcher import yamltext
 from launcher.errors import UsageError
 from launcher.host.facts import HostFacts
 from launcher.logtext import LogText
@@ -263,7 +264,7 @@ def evidence_from_file(path: Path) -> Evidence:
     if path.suffix not in (".yaml", ".yml"):
         return Evidence(log=text)
     try:
-        document = yaml.safe_load(text)
+        document = yamltext.parse(text)
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}; name a plain log .log or .txt") from error
     if not isinstance(document, dict) or not isinstance(document.get("log"), str):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from launcher import yamltext
 from launcher.errors import UsageError
 from launcher.state import CHECKOUT
 
@@ -279,8 +280,10 @@ def _path_of(name: str, files: Mapping[str, Path], kind: str, variable: str) -> 
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        document = yamltext.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{display_path(path)}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{display_path(path)}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise UsageError(f"{display_path(path)}: a mapping is needed, got {type(document).__name__}")

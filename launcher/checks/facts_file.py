@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from launcher import yamltext
 from launcher.checks.demand import Demand
 from launcher.errors import UsageError
 from launcher.host.facts import HostFacts
@@ -39,7 +40,7 @@ def facts_from_file(path: Path) -> tuple[HostFacts, Demand | None]:
 def _document(path: Path) -> dict[str, Any]:
     try:
         # JSON is YAML, too.
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yamltext.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:

@@ -80,19 +80,18 @@ _LINES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (rf"the estimated maximum model length is {_COUNT}\.", ("estimated_max_model_len",)),
 )
-_AVAILABLE = re.compile(rf"Available KV cache memory: {_NUMBER} GiB")
-_COMPILED = tuple((re.compile(pattern), names) for pattern, names in _LINES)
+_AVAILABLE = rf"Available KV cache memory: {_NUMBER} GiB"
 _KINDS = {field.name: str(field.type) for field in fields(LoggedBoot)}
 
 
 def parse_boot_log(text: str) -> LoggedBoot:
     """Read the memory lines of a vLLM log (0.32.0 and 0.33.0, GPU and CPU); the last start in it counts."""
     values: dict[str, Any] = {}
-    for pattern, names in _COMPILED:
-        matches = list(pattern.finditer(text))
+    for pattern, names in _LINES:
+        matches = list(re.finditer(pattern, text))
         if matches:
             values.update({name: _value(name, raw) for name, raw in zip(names, matches[-1].groups(), strict=True)})
-    pools = [float(match[1]) for match in _AVAILABLE.finditer(text)]
+    pools = [float(match[1]) for match in re.finditer(_AVAILABLE, text)]
     if pools and values.get("needed_gib") is None:
         # Ranks print one line each when they differ; the smallest pool decides.
         values["available_gib"] = min(pools)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from launcher import yamltext
 from launcher.errors import UsageError
 from launcher.plan import Image
 from launcher.profile import display_path
@@ -113,7 +114,7 @@ def record_digest(base: str, digest: str, lock: Path | None = None) -> None:
 
 def _mapping(path: Path, shown: str) -> dict[Any, Any]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yamltext.parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{shown}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict) or not document:
