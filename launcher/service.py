@@ -274,6 +274,7 @@ def down(profile_name: str) -> bool:
 
 def install(env: engine_env.EngineEnv, report: Reporter) -> None:
     """Install what is missing of an environment, and say beforehand how much that downloads."""
+    report.phase("install")
     if not engine_env.is_installed(env):
         size_mb = engine_env.download_bytes(env) / 1e6
         report.note(f"vLLM's environment goes into {env.folder.name}: up to {size_mb:.0f} MB to download.")
@@ -321,7 +322,6 @@ def fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.En
     model = chosen_model(options, profile)
     engine = engine_env.ENGINE if runtime == "host" or model.package is not None else None
     if engine is not None:
-        report.phase("install")
         install(engine, report)
     report.phase("model")
     token = stored_token(ServiceState.of(profile.name).secrets_dir)
