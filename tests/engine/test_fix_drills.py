@@ -9,14 +9,17 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from vllm_graft import __main__ as vllm_graft
 from vllm_graft.patch import Outcome
 
 from launcher import cli, prepare, service
+from launcher.cli.live import Live
 from launcher.engine_env import ENGINE
 from launcher.errors import FixNotApplied
 from launcher.planner import Planned
@@ -37,18 +40,6 @@ ANOTHER_SOURCE_IN_WORKERS = (
     r'"0.32.0": \1 if __import__("multiprocessing").current_process().name == "EngineCore" else "0123456789abcdef"',
 )
 ALWAYS_WANTED = (r"when=When\(.*\)", "when=When()")
-
-
-class Quiet:
-    """Takes the progress of a start and shows nothing."""
-
-    def phase(self, name: str) -> None: ...
-
-    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def line(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class Drill:
     def start(self) -> Started:
         profile = load_profile("drill", self.profiles)
         options = Options(profile="drill", profiles_dir=self.profiles)
-        return service.up(options, profile, Quiet(), force=False, on_plan=lambda made: None)
+        return service.up(options, profile, Live(Console(file=StringIO())), force=False, on_plan=lambda made: None)
 
 
 @pytest.fixture
@@ -133,6 +124,7 @@ def test_a_required_fix_that_drifted_in_the_engines_processes_is_named_too(
     drill: Drill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drill.change(OF_THE_ENGINE, ANOTHER_SOURCE, ALWAYS_WANTED)
+
     def as_for_turboquant(*arguments: Any) -> Planned:
         made = prepare.planned(*arguments)
         required = (*made.plan.required_fixes, OF_THE_ENGINE)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -10,8 +9,9 @@ from launcher.engine_env import ENGINE, VLLM_0_33, EngineEnv, is_installed
 from launcher.images.pins import load_pins
 from launcher.planner import Inputs, make
 from launcher.profile import Profile, Speculation, load_model, load_profile, model_files, profile_files
+from launcher.state import CHECKOUT
 
-PROGRAM = Path(__file__).parent / "parse_flags.py"
+PROGRAM = CHECKOUT / "launcher" / "parse_flags.py"
 PARSERS = {"0.32.0": ENGINE, "0.33.0": VLLM_0_33}
 UNKNOWN = "a flag that vLLM does not have"
 
@@ -39,7 +39,7 @@ def _lines(vllm: str) -> dict[str, tuple[str, ...]]:
 
 def _parsed(env: EngineEnv, lines: list[tuple[str, ...]]) -> list[str | None]:
     done = subprocess.run(
-        (env.python, PROGRAM), input=json.dumps(lines), capture_output=True, text=True, check=False, timeout=300
+        (env.python, "-P", PROGRAM), input=json.dumps(lines), capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     result: list[str | None] = json.loads(done.stdout.splitlines()[-1])

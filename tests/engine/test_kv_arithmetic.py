@@ -67,7 +67,7 @@ def case(name: str, tp: int, spec: int, caching: bool, flashinfer: bool, dtype: 
 def test_blocks_admission_and_report_are_vllms_own(version: str) -> None:
     python = ENVIRONMENTS[version] / "bin/python"
     if not any(ENVIRONMENTS[version].glob("lib/python3*/site-packages/vllm/__init__.py")):
-        pytest.skip(f"{ENVIRONMENTS[version].name} has no vLLM {version}; make it as the Makefile says")
+        pytest.skip(f"{ENVIRONMENTS[version].name} has no vLLM {version}; run `graft engine install`")
     cases = [case(*settings, dtype) for settings in SETTINGS for dtype in DTYPES]
     done = subprocess.run(
         [python, ROOT / "tests/engine/kv_planning.py"],

@@ -26,7 +26,7 @@ SHORTEST_WORDING = 16
 def vllm_of(version: str) -> Path:
     found = next(SITE_PACKAGES[version].glob("lib/python3*/site-packages/vllm"), None)
     if found is None or not (found / "__init__.py").is_file():
-        pytest.skip(f"{SITE_PACKAGES[version].name} has no vLLM {version}; make it as the Makefile says")
+        pytest.skip(f"{SITE_PACKAGES[version].name} has no vLLM {version}; run `graft engine install`")
     return found.parent
 
 
