@@ -60,6 +60,7 @@ class Decisions:
     max_model_len_reason: str
     max_num_seqs: int
     max_num_seqs_reason: str
+    max_num_batched_tokens_reason: str
     speculation: Speculation | None
     speculation_reason: str
     language_model_only: bool
@@ -166,7 +167,7 @@ def _memory(profile: Profile, model: Model, decisions: Decisions) -> Iterator[Fl
         profile,
         "--max-num-batched-tokens",
         "max_num_batched_tokens",
-        "largest prefill chunk; activation memory grows with it",
+        decisions.max_num_batched_tokens_reason,
     )
     if profile.gpu is not None:
         if decisions.kv_cache_memory_bytes is not None:

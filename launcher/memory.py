@@ -21,6 +21,8 @@ MIB = 2**20
 MOST_REQUESTS = 8
 """Each running request of a hybrid model holds whole blocks of GDN state whatever its length."""
 
+CHUNK_REASON = "largest prefill chunk; activation memory grows with it"
+
 
 @dataclass(frozen=True)
 class MemoryInputs:
@@ -47,6 +49,7 @@ class MemoryPlan:
     max_model_len_reason: str
     max_num_seqs: int
     max_num_seqs_reason: str
+    max_num_batched_tokens_reason: str
     kv_cache_memory_bytes: int | None
     kv_pool_reason: str
     problems: tuple[Problem, ...]
@@ -99,6 +102,7 @@ def plan_memory(
         max_model_len_reason=_context_reason(profile, report),
         max_num_seqs=report.request.settings.max_num_seqs,
         max_num_seqs_reason=_requests_reason(profile, report, is_safe_mode),
+        max_num_batched_tokens_reason=_chunk_reason(report),
         kv_cache_memory_bytes=pool.kv_cache_memory_bytes,
         kv_pool_reason=pool.reason,
         problems=_problems(profile, report),
@@ -268,6 +272,15 @@ def _requests_reason(profile: Profile, report: FitReport, is_safe_mode: bool) ->
     return "as many as hold the whole context at once; write serve.max_num_seqs for more and shorter ones"
 
 
+def _chunk_reason(report: FitReport) -> str:
+    """Say what the block size, which follows from the GDN state, means for the chunks."""
+    block, chunk = report.layout.block_tokens, report.request.settings.max_num_batched_tokens
+    if not report.layout.gdn_groups:
+        return CHUNK_REASON
+    allowed = ", which vLLM allows" if chunk < block else ""
+    return f"{CHUNK_REASON}. The GDN state makes blocks of {block} tokens, {chunk / block:.3g} to a chunk{allowed}"
+
+
 def _problems(profile: Profile, report: FitReport) -> tuple[Problem, ...]:
     found = [Problem.model_validate({**asdict(blocker), "severity": "refuse"}) for blocker in report.blockers]
     if report.verdict.value == "NO" and not found:
@@ -327,6 +340,7 @@ def _unplanned(profile: Profile, problems: tuple[Problem, ...]) -> MemoryPlan:
         max_model_len_reason="the profile's own" if isinstance(serve.max_model_len, int) else "vLLM takes what fits",
         max_num_seqs=serve.max_num_seqs if isinstance(serve.max_num_seqs, int) else 1,
         max_num_seqs_reason="the profile's own" if isinstance(serve.max_num_seqs, int) else "one is always safe",
+        max_num_batched_tokens_reason=CHUNK_REASON,
         kv_cache_memory_bytes=None,
         kv_pool_reason="",
         problems=problems,

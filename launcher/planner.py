@@ -21,7 +21,15 @@ from launcher.host.devices import Device
 from launcher.host.facts import HostFacts
 from launcher.host.modelfiles import IncompleteFile
 from launcher.images.pins import Pin
-from launcher.memory import MemoryInputs, MemoryPlan, listed_weights, plan_cpu_pool, plan_memory, refused_kv_cache
+from launcher.memory import (
+    CHUNK_REASON,
+    MemoryInputs,
+    MemoryPlan,
+    listed_weights,
+    plan_cpu_pool,
+    plan_memory,
+    refused_kv_cache,
+)
 from launcher.plan import GpuMode, Plan, Runtime, SelectedGpu
 from launcher.problems import Problem
 from launcher.profile import Model, Profile, Speculation
@@ -321,6 +329,7 @@ def _decisions(
         max_num_seqs_reason=memory.max_num_seqs_reason
         if memory
         else "requests served at once; vLLM's default of 256 or more is for other machines",
+        max_num_batched_tokens_reason=memory.max_num_batched_tokens_reason if memory else CHUNK_REASON,
         speculation=speculation,
         speculation_reason=speculation_reason,
         language_model_only=serve.language_model_only and geometry is not None and geometry.has_vision,

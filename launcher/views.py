@@ -126,6 +126,8 @@ def profiles_markdown(plans: Sequence[Planned]) -> str:
         plan, profile = planned.plan, planned.inputs.profile
         report = planned.memory.report if planned.memory else None
         context = f"{plan.max_model_len:,}" if plan.max_model_len else "what fits"
+        if report is not None and report.verdict.value == "NO":
+            context = "none"
         requests = next(flag.value for flag in plan.flags if flag.name == "--max-num-seqs")
         verdict = report.verdict.value if report else "-"
         kv = profile.serve.kv_cache_dtype

@@ -135,6 +135,8 @@ def test_every_flag_is_explained(graft: Graft) -> None:
         assert name in names
     (one,) = graft("explain", "rtx4090", "--card", "rtx4090", "--flag", "max-model-len", "--json").document["flags"]
     assert "LIKELY" in one["reason"]
+    chunk = graft("explain", "rtx4090", "--card", "rtx4090", "--flag", "max-num-batched-tokens", "--json").document
+    assert "blocks of 2112 tokens, 1.95 to a chunk" in chunk["flags"][0]["reason"]
     assert graft("explain", "rtx4090", "--card", "rtx4090", "--flag", "nope").exit_code == 2
 
 
