@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from launcher.fit.budget import PHYSICAL_RESERVE_BYTES
 from launcher.fit.geometry import Geometry, geometry_from_config
 from launcher.fit.request import GIB
 
@@ -127,3 +128,25 @@ def test_the_committed_results_are_exact_where_they_must_be(script: ModuleType) 
         layout = script.prediction(case).layout
         reported = entry["reported"]
         assert layout.num_blocks(reported["available_bytes"]) == reported["num_blocks"], name
+
+
+@pytest.mark.skipif(not RESULTS.is_file(), reason="the GPU script has not been run yet")
+def test_what_a_prompt_took_is_covered_by_the_plan_its_reserve_and_its_error(script: ModuleType) -> None:
+    """What the card held at its peak, against all terms, the allocator's slack among them."""
+    document = script.load_results(RESULTS)
+    for name, entry in document["cases"].items():
+        report = script.prediction(next(case for case in script.CASES if case.id == name))
+        terms = {term.key: term for term in report.waterfall}
+        counted = report.request.card.total_bytes - terms["head_room"].size_bytes
+        peak = entry["reported"]["device_used_bytes"]
+        assert peak <= counted + PHYSICAL_RESERVE_BYTES + terms["head_room"].error_bytes, name
+        assert counted <= peak + terms["head_room"].error_bytes, name
+        assert peak <= report.request.card.total_bytes, name
+
+
+def test_no_boot_names_the_card_of_the_larger_gpu_as_its_cause(script: ModuleType) -> None:
+    document = script.load_results(RESULTS)
+    causes = [entry["comparison"]["cause"] for entry in document["cases"].values()]
+    assert {cause.split(":")[0] for cause in causes if cause} <= {"non-torch memory", "weights"}
+    for entry in document["cases"].values():
+        assert script.compared_again(entry) == entry
