@@ -1,0 +1,1 @@
+"""One folder or tar that brings a service to a machine without network."""
