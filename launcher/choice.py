@@ -32,9 +32,12 @@ def chosen_vllm(state: ServiceState) -> str | None:
         raise UsageError(f"{path}: not a choice of this launcher; remove it, the profile then decides") from error
 
 
-def choose_vllm(state: ServiceState, vllm: str) -> None:
-    """Have later starts use this release."""
+def choose_vllm(state: ServiceState, vllm: str, profiles_own: str) -> None:
+    """Have later starts use this release; nothing is written down where it is the profile's own."""
     path = choice_file(state)
+    if vllm == profiles_own:
+        path.unlink(missing_ok=True)
+        return
     unfinished = path.with_suffix(".partial")
     unfinished.write_text(json.dumps({"vllm": vllm}) + "\n", encoding="utf-8")
     unfinished.replace(path)

@@ -32,6 +32,8 @@ from launcher.state import CHECKOUT
 USER = "2000:0"
 """The user that the vllm/vllm-openai image prepares."""
 SERVICE = "vllm"
+NEXT = "-next"
+"""Ends the profile's name of a candidate that is tried beside its service."""
 CONTAINER_PORT = 8000
 CACHE = "/cache"
 CACHES = {
@@ -128,7 +130,7 @@ def compose_file(plan: Plan, around: Surroundings) -> ComposeFile:
     return ComposeFile(
         name=name,
         services={"cache": _cache_service(around), SERVICE: _server(plan, around, name)},
-        volumes={"cache": Volume(name=f"{name}-cache-{cache_key(plan, around)}")},
+        volumes={"cache": Volume(name=f"{name.removesuffix(NEXT)}-cache-{cache_key(plan, around)}")},
         secrets={secret: SecretFile(file=f"./secrets/{secret}") for secret in around.secrets},
     )
 

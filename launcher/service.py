@@ -398,11 +398,11 @@ def bring_image(plan: Plan, state: ServiceState, report: Reporter) -> None:
     assert plan.image is not None
     reference = build.tag(plan.image, build.build_wheel())
     # An image that is there needs its base no more.
-    if not build.is_there(reference):
+    if not build.is_current(reference, plan.image.base):
         report.phase("pull")
         build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
         report.phase("build")
-        build.ensure(state.compose_file, reference, report.line)
+        build.rebuild(state.compose_file, report.line)
 
 
 def follow(service: Service, plan: Plan, state: ServiceState, report: Reporter) -> tuple[Answer, float]:

@@ -1,5 +1,7 @@
 """Commands about images: pins, lock, upgrade, rollback."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,10 +22,13 @@ from launcher.cli.base import (
 )
 from launcher.errors import CheckFailed
 from launcher.prepare import Options
+from launcher.service_files import write
 
 if TYPE_CHECKING:
     from launcher.images.base import Checked
     from launcher.images.pins import Pin
+    from launcher.profile import Profile
+    from launcher.upgrade_check import Memory, Preview
 
 app = typer.Typer()
 pins_app = typer.Typer(help="The pinned vLLM releases, and the digests of their images.")
@@ -85,6 +90,22 @@ def check(vllm: VllmArgument = None, as_json: JsonOption = False) -> None:
         raise CheckFailed(f"not as pinned: {', '.join(bad)}")
 
 
+@pins_app.command()
+def context(
+    folder: Annotated[Path, typer.Argument(help="Gets one folder for each release.")] = Path("build/images"),
+    vllm: VllmArgument = None,
+    unpinned: UnpinnedOption = False,
+) -> None:
+    """Write what the image of each release is built from: Dockerfile, wheel, and the script of its manifest."""
+    from launcher.images.base import ensure_digest
+    from launcher.images.build import build_context
+
+    for pin in _pins(vllm):
+        files = build_context(ensure_digest(pin, unpinned=unpinned).image())
+        write(folder / pin.vllm, files)
+        out.print(f"{folder / pin.vllm}: {', '.join(files)}", markup=False)
+
+
 def _check_line(one: "Checked") -> str:
     return f"{one.pin.vllm}: {one.state}: {one.message}"
 
@@ -127,3 +148,96 @@ def lock(
     out.print(
         f"{path}: {locked.model.repo}, {len(locked.model.files)} files; {locked.base or 'no image'}", markup=False
     )
+
+
+@app.command()
+def upgrade(
+    profile: ProfileOption = None,
+    model: ModelOption = None,
+    profiles: FolderOption = None,
+    advise: AdviseOption = False,
+    to: Annotated[str | None, typer.Option("--to", help="Pinned release to move to; default: the current one.")] = None,
+    check_only: Annotated[bool, typer.Option("--check", help="Say what would change, and change nothing.")] = False,
+    force: ForceOption = False,
+    unpinned: UnpinnedOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Move a running service to another vLLM release: tried beside the old one where memory allows, then switched."""
+    from launcher import service, upgrade
+    from launcher.cli.live import Live
+    from launcher.cli.service import say_failure
+
+    options = Options(profile, model, profiles, None, None, advise)
+    one = chosen(options)
+    if check_only:
+        _preview(options, one, upgrade.target_of(one, to), as_json)
+        return
+    live = Live(err if as_json else out)
+    try:
+        with live:
+            done = upgrade.upgrade(options, one, live, to=to, force=force, unpinned=unpinned)
+    except service.FailedStart as failure:
+        say_failure(failure)
+        raise
+    if as_json:
+        print_json({"profile": one.name, "upgraded": done is not None, "to": done.started.plan.vllm if done else None})
+    elif done is None:
+        out.print(f"{one.name}: runs just that already.")
+    else:
+        where = "beside the old server, then switched" if done.was_beside else "after the old server was stopped"
+        out.print(f"{one.name}: vLLM {done.before} -> {done.started.plan.vllm}, proven {where}.")
+        out.print(f"     {done.started.answer.text.strip()}", markup=False)
+        out.print(f"`graft rollback --profile {one.name}` goes back.", markup=False)
+
+
+@app.command()
+def rollback(profile: ProfileOption = None, profiles: FolderOption = None, as_json: JsonOption = False) -> None:
+    """Start again what ran before, from the files and the image that it ran with; needs no network."""
+    from launcher import upgrade
+    from launcher.cli.live import Live
+
+    options = Options(profile, None, profiles)
+    name = chosen(options).name
+    live = Live(err if as_json else out)
+    with live:
+        done = upgrade.rollback(options, name, live)
+    if as_json:
+        print_json({"profile": name, "vllm": done.plan.vllm, "url": done.base_url, "answer": done.answer})
+        return
+    out.print(f"{name}: vLLM {done.plan.vllm} serves again at {done.base_url}/v1")
+    out.print(f"     {done.answer.text.strip()}", markup=False)
+
+
+def _preview(options: Options, profile: "Profile", target: "Profile", as_json: bool) -> None:
+    from launcher import service, upgrade_check
+    from launcher.state import ServiceState
+
+    running = service.read_plan(ServiceState.of(profile.name))
+    found = upgrade_check.preview(options, profile, target, running)
+    if as_json:
+        print_json(found)
+    else:
+        out.print("\n".join(_preview_lines(found)), markup=False)
+
+
+def _preview_lines(found: "Preview") -> Iterator[str]:
+    yield f"vLLM {found.vllm[0]} -> {found.vllm[1]}"
+    yield f"base: {found.base[0] or 'none'} -> {found.base[1]}"
+    fixes = found.fixes
+    yield f"fixes that retire: {', '.join(fixes.retired) or 'none'}"
+    yield f"fixes that are not known to apply there: {', '.join(fixes.unknown) or 'none'}"
+    yield f"fixes that are added: {', '.join(fixes.added) or 'none'}"
+    if found.refused_flags is None:
+        remedy = f"; `{found.parser_remedy}` brings it" if found.parser_remedy else ""
+        yield f"flags that disappear: unknown: the parser of vLLM {found.vllm[1]} is not installed here{remedy}"
+    else:
+        yield f"flags that disappear: {', '.join(one.flag for one in found.refused_flags) or 'none'}"
+        yield from (f"  {one.flag}: {one.complaint}" for one in found.refused_flags)
+    yield from (f"flag {name}: {old or 'not set'} -> {new or 'not set'}" for name, old, new in found.plan_flags)
+    yield f"memory: {_memory_text(found.memory[0])} -> {_memory_text(found.memory[1])}"
+
+
+def _memory_text(memory: "Memory") -> str:
+    if memory.verdict is None or memory.kv_cache_bytes is None:
+        return f"not counted (context {memory.context_tokens or 'automatic'})"
+    return f"{memory.verdict}, {memory.kv_cache_bytes / 2**30:.2f} GiB of KV cache, {memory.context_tokens} tokens"

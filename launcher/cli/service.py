@@ -81,7 +81,7 @@ def up(
                 unpinned=unpinned,
             )
     except service.FailedStart as failure:
-        _say_failure(failure)
+        say_failure(failure)
         raise
     except KeyboardInterrupt:
         err.print(f"\nInterrupted. What was started goes on; `make down PROFILE={one.name}` stops it.")
@@ -272,7 +272,8 @@ def _say_ready(model: str, base_url: str, curl: str) -> None:
     out.print(curl, markup=False, soft_wrap=True)
 
 
-def _say_failure(failure: "service.FailedStart") -> None:
+def say_failure(failure: "service.FailedStart") -> None:
+    """Say why a start failed, and where its log is."""
     from launcher import service
 
     diagnosis = service.diagnose_failure(failure)

@@ -59,9 +59,29 @@ def tag(image: Image, wheel: Wheel) -> str:
     return f"{REPOSITORY}:{image.vllm}-{hashlib.sha256(inputs.encode()).hexdigest()[:12]}"
 
 
+def build_context(image: Image) -> dict[str, bytes]:
+    """Return what an image is built from, by name."""
+    wheel = build_wheel()
+    return {
+        "Dockerfile": render.dockerfile(image, wheel.name).encode(),
+        "manifest.py": render.manifest_script().encode(),
+        wheel.name: wheel.content,
+    }
+
+
 def is_there(reference: str) -> bool:
     """Return whether Docker has the image."""
     return compose.run(compose.image_inspect(reference)).exit_code == 0
+
+
+def is_current(reference: str, base: str) -> bool:
+    """Return whether Docker has the image, built on what the base's name stands for now.
+
+    A digest names one image for ever; a tag without one can have been given to another since.
+    """
+    built = local_image(reference)
+    below = None if built is None or "@" in base else local_image(base)
+    return built is not None and (below is None or built.layers[: len(below.layers)] == below.layers)
 
 
 def ensure(file: Path, reference: str, on_line: Callable[[str], None] | None = None) -> bool:
@@ -72,8 +92,17 @@ def ensure(file: Path, reference: str, on_line: Callable[[str], None] | None = N
     """
     if is_there(reference):
         return False
-    compose.must(compose.build(file), on_line)
+    rebuild(file, on_line)
     return True
+
+
+def rebuild(file: Path, on_line: Callable[[str], None] | None = None) -> None:
+    """Build the image of a rendered compose file.
+
+    Raises:
+        DockerFailed: as for `ensure`.
+    """
+    compose.must(compose.build(file), on_line)
 
 
 @dataclass(frozen=True)
@@ -83,6 +112,7 @@ class LocalImage:
     id: str
     digest: str | None
     """What a registry knows it by; None for one that came from none."""
+    layers: tuple[str, ...] = ()
 
 
 def local_image(reference: str) -> LocalImage | None:
@@ -101,7 +131,8 @@ def local_image(reference: str) -> LocalImage | None:
         return None
     except (docker.errors.DockerException, requests.RequestException, OSError) as error:
         raise StartFailed(f"{reference}: Docker cannot be asked: {' '.join(str(error).split())}") from error
-    return LocalImage(id=str(image["Id"]), digest=_digest(reference, image))
+    layers = tuple(image.get("RootFS", {}).get("Layers") or ())
+    return LocalImage(id=str(image["Id"]), digest=_digest(reference, image), layers=layers)
 
 
 def pull(base: str, on_progress: Callable[[PullProgress], None] | None = None) -> str | None:

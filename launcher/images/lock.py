@@ -154,11 +154,15 @@ def lock_file(state: ServiceState) -> Path:
     return state.root / "lock.json"
 
 
+def _ignore(name: str, done_bytes: int, total_bytes: int) -> None:
+    pass
+
+
 def of(
     plan: Plan,
     model_dir: Path,
     former: Path | None = None,
-    on_bytes: Callable[[str, int, int], None] = lambda path, done_bytes, total_bytes: None,
+    on_bytes: Callable[[str, int, int], None] = _ignore,
 ) -> Lock:
     """Return the lock of a plan.
 
@@ -183,7 +187,7 @@ def of(
         },
         fixes_required=plan.required_fixes,
         fixes_disabled=plan.disabled_fixes,
-        model=_model(plan, model_dir, former, on_bytes),
+        model=model_of(plan, model_dir, former, on_bytes),
         served_name=plan.served_name,
         flags=plan.argv(),
         environment=_environment(plan.environment),
@@ -208,7 +212,13 @@ def _templates_sha256() -> str:
     return digest.hexdigest()
 
 
-def _model(plan: Plan, folder: Path, former: Path | None, on_bytes: Callable[[str, int, int], None]) -> LockedModel:
+def model_of(
+    plan: Plan,
+    folder: Path,
+    former: Path | None = None,
+    on_bytes: Callable[[str, int, int], None] = _ignore,
+) -> LockedModel:
+    """Return what is locked of a plan's model; the arguments are those of `of`."""
     origin = Origin.read(folder)
     known = {**_locked_hashes(plan, folder, former), **_fetched_hashes(folder, origin)}
     files = {}

@@ -197,10 +197,12 @@ def test_a_chosen_release_goes_before_the_profiles(tmp_path: Path, monkeypatch: 
     state = ServiceState.of("cpu")
     state.root.mkdir()
     assert chosen_profile(Options("cpu"))[0].vllm == "0.32.0"
-    choice.choose_vllm(state, "0.33.0")
+    choice.choose_vllm(state, "0.33.0", "0.32.0")
     assert chosen_profile(Options("cpu"))[0].vllm == "0.33.0"
-    choice.choose_vllm(state, "0.31.0")
+    choice.choose_vllm(state, "0.31.0", "0.32.0")
     assert chosen_profile(Options("cpu"))[0].vllm == "0.32.0"
+    choice.choose_vllm(state, "0.32.0", "0.32.0")
+    assert not choice.choice_file(state).exists()
     choice.choice_file(state).write_text(json.dumps({"vllm": 1}), encoding="utf-8")
     with pytest.raises(UsageError, match=r"vllm\.json: not a choice of this launcher; remove it"):
         chosen_profile(Options("cpu"))
