@@ -144,9 +144,9 @@ def test_what_a_prompt_took_is_covered_by_the_plan_its_reserve_and_its_error(scr
         assert peak <= report.request.card.total_bytes, name
 
 
-def test_no_boot_names_the_card_of_the_larger_gpu_as_its_cause(script: ModuleType) -> None:
+def test_no_boot_names_the_larger_gpu_or_the_block_rules_as_its_cause(script: ModuleType) -> None:
     document = script.load_results(RESULTS)
     causes = [entry["comparison"]["cause"] for entry in document["cases"].values()]
-    assert {cause.split(":")[0] for cause in causes if cause} <= {"non-torch memory", "weights"}
+    assert not {cause.split(":")[0] for cause in causes if cause} & {"card total", "block rules"}
     for entry in document["cases"].values():
         assert script.compared_again(entry) == entry
