@@ -1,9 +1,11 @@
 """Commands about files: fetch, bundle, clean."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from launcher.cli.base import (
@@ -18,6 +20,9 @@ from launcher.cli.base import (
 )
 from launcher.prepare import Options, chosen_profile, models_dir
 from launcher.profile import load_model, user_folder
+
+if TYPE_CHECKING:
+    from launcher.cleaning import Leftover
 
 app = typer.Typer()
 
@@ -157,3 +162,51 @@ def install_(
         print_json(manifest)
         return
     out.print(f"Installed. Start it with: make up PROFILE={manifest.profile}", markup=False)
+
+
+@app.command()
+def clean(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Remove these and no others.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove; without it nothing is touched.")] = False,
+    profiles: FolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what Graft has left on this machine, and remove it with --yes: what is safe, or what you name.
+
+    Safe: compile caches of images and fixes that are no longer used, logs of earlier failed starts, half downloads.
+    Models and caches that a start would use are removed by name only; what runs is not removed at all.
+    """
+    from launcher import cleaning, service
+
+    services = [service.find(name) for name in service.started_profiles()]
+    running = [each.plan for each in services if each is not None and each.state.status != "exited"]
+    volumes = cleaning.docker_volumes()
+    found = cleaning.find(running, volumes or (), user_folder(profiles))
+    going = cleaning.chosen(found, names or ())
+    if yes:
+        for one in going:
+            cleaning.remove(one)
+    if as_json:
+        print_json({"found": found, "removed" if yes else "would_remove": [one.name for one in going]})
+        return
+    if volumes is None:
+        out.print("Docker does not answer: its compile caches are not in the list.", style="dim")
+    _say_leftovers(found, going, yes)
+
+
+def _say_leftovers(found: Sequence["Leftover"], going: Sequence["Leftover"], removed: bool) -> None:
+    from rich.table import Table
+
+    table = Table("what", "name", "MB", "", "why", box=None, pad_edge=False)
+    for one in found:
+        mark = "removed" if removed and one in going else one.verdict
+        table.add_row(one.kind, escape(one.name), f"{one.size_bytes / 1e6:,.1f}", mark, escape(one.why))
+    if found:
+        out.print(table)
+    total_mb = sum(one.size_bytes for one in going) / 1e6
+    if removed:
+        out.print(f"Removed {len(going)}: {total_mb:,.1f} MB.")
+    elif going:
+        out.print(f"Nothing was removed; --yes would remove {len(going)}: {total_mb:,.1f} MB.")
+    else:
+        out.print("Nothing is there that is safe to remove unasked.")
