@@ -15,6 +15,7 @@ from launcher.profile import load_model
 from launcher.survey import pinned_versions
 from launcher.views import fixes_markdown, profiles_markdown
 from tests.launcher import fit_boots_table
+from tests.launcher.proof import attention_markdown, proof_markdown, speed_markdown
 
 README = Path(__file__).parents[2] / "README.md"
 GPU_README = README.parent / "tests/gpu/README.md"
@@ -25,7 +26,13 @@ def tables() -> dict[str, str]:
     """Return the tables by the names of their marks; planned from what is shipped, whatever lies on this machine."""
     pins = load_pins(lock=Path("no-digests-recorded.json"))
     plans = [make(Inputs(one, load_model(one.model), pins.of(one.vllm))) for one in shipped_and_own(Options())]
-    return {"profiles": profiles_markdown(plans), "fixes": fixes_markdown(FIXES, pinned_versions())}
+    return {
+        "profiles": profiles_markdown(plans),
+        "fixes": fixes_markdown(FIXES, pinned_versions()),
+        "proof": proof_markdown(),
+        "attention": attention_markdown(),
+        "speed": speed_markdown(),
+    }
 
 
 def gpu_tables() -> dict[str, str]:
