@@ -1,14 +1,19 @@
 """A real Docker Engine, a stand-in for the vllm-openai image, a small real model, and services made of them."""
 
+import hashlib
+import io
 import os
 import shutil
 import socket
 import subprocess
+import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import httpx
 import pytest
 
 from launcher.host import docker
@@ -112,3 +117,63 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.fixture(scope="session")
+def registry_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that the registry keeps its blobs in."""
+    return tmp_path_factory.mktemp("registry")
+
+
+@pytest.fixture(scope="session")
+def registry(engine: Docker, registry_dir: Path) -> Iterator[str]:
+    """Yield the address of an OCI registry on this machine."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        missing("no docker-registry on PATH")
+    folder, address = registry_dir, f"127.0.0.1:{free_port()}"
+    configuration = folder / "config.yml"
+    configuration.write_text(
+        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {folder}}}}}\nhttp: {{addr: '{address}'}}\n",
+        encoding="utf-8",
+    )
+    argv = [program, "serve", str(configuration)]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_for(f"http://{address}/v2/")
+            yield address
+        finally:
+            server.terminate()
+
+
+def wait_for(url: str) -> None:
+    deadline_s = time.monotonic() + 20
+    while True:
+        try:
+            if httpx.get(url, trust_env=False).status_code == httpx.codes.OK:
+                return
+        except httpx.ConnectError:
+            assert time.monotonic() < deadline_s, f"{url} does not answer"
+        time.sleep(0.1)
+
+
+def push_random(reference: str) -> None:
+    """Push an image of 4 MiB that no other is like, and keep no copy of it in Docker."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        entry = tarfile.TarInfo("data")
+        entry.size = 4 << 20
+        tar.addfile(entry, io.BytesIO(os.urandom(entry.size)))
+    subprocess.run(["docker", "import", "-", reference], input=archive.getvalue(), capture_output=True, check=True)
+    subprocess.run(["docker", "push", reference], capture_output=True, check=True)
+    subprocess.run(["docker", "image", "rm", reference], capture_output=True, check=True)
+
+
+@pytest.fixture
+def pushed(registry: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Yield the reference of an image that the registry has and Docker has not."""
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
+    reference = f"{registry}/graft-test/base-{name}:v1"
+    push_random(reference)
+    yield reference
+    subprocess.run(["docker", "image", "rm", "--force", reference], capture_output=True, check=True)

@@ -1,76 +1,22 @@
 """Base images from a real registry, and the builder that Docker Engine 20.10 brings along."""
 
-import io
 import os
-import shutil
 import subprocess
-import tarfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from launcher.errors import StartFailed
-from launcher.host.facts import Docker
 from launcher.images import build
 from launcher.images.build import PullProgress
 from launcher.images.pins import load_pins, record_digest
-from tests.compose.conftest import Deployer, free_port, missing
+from tests.compose.conftest import Deployer
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 MANIFEST_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
-
-
-@pytest.fixture(scope="module")
-def registry(engine: Docker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the address of an OCI registry on this machine."""
-    program = shutil.which("docker-registry")
-    if program is None:
-        missing("no docker-registry on PATH")
-    folder, address = tmp_path_factory.mktemp("registry"), f"127.0.0.1:{free_port()}"
-    configuration = folder / "config.yml"
-    configuration.write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {folder}}}}}\nhttp: {{addr: '{address}'}}\n",
-        encoding="utf-8",
-    )
-    argv = [program, "serve", str(configuration)]
-    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            wait_for(f"http://{address}/v2/")
-            yield address
-        finally:
-            server.terminate()
-
-
-def wait_for(url: str) -> None:
-    deadline_s = time.monotonic() + 20
-    while True:
-        try:
-            if httpx.get(url, trust_env=False).status_code == httpx.codes.OK:
-                return
-        except httpx.ConnectError:
-            assert time.monotonic() < deadline_s, f"{url} does not answer"
-        time.sleep(0.1)
-
-
-@pytest.fixture
-def pushed(registry: str) -> Iterator[str]:
-    """Yield the reference of an image that the registry has and Docker has not."""
-    reference = f"{registry}/graft-test/base:v1"
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        entry = tarfile.TarInfo("data")
-        entry.size = 4 * MIB
-        tar.addfile(entry, io.BytesIO(os.urandom(entry.size)))
-    subprocess.run(["docker", "import", "-", reference], input=archive.getvalue(), capture_output=True, check=True)
-    subprocess.run(["docker", "push", reference], capture_output=True, check=True)
-    subprocess.run(["docker", "image", "rm", reference], capture_output=True, check=True)
-    yield reference
-    subprocess.run(["docker", "image", "rm", "--force", reference], capture_output=True, check=True)
 
 
 def digest_in_registry(reference: str) -> str:
