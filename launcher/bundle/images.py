@@ -1,5 +1,6 @@
 """Images as files: saved by Docker, loaded by Docker."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.errors import CheckFailed
@@ -13,22 +14,23 @@ def size_bytes(reference: str) -> int:
     return int(line)
 
 
-def save(reference: str, path: Path) -> None:
-    """Write an image into a file.
+def save(references: Sequence[str], path: Path) -> None:
+    """Write images into one file, in which they share their layers.
 
     Raises:
         DockerFailed: Docker cannot.
     """
-    compose.must(("docker", "image", "save", "--output", str(path), reference))
+    compose.must(("docker", "image", "save", "--output", str(path), *references))
 
 
-def load(path: Path, references: tuple[str, ...]) -> None:
-    """Load a saved image.
+def load(path: Path, references: Sequence[str]) -> None:
+    """Load saved images.
 
     Raises:
         DockerFailed: Docker cannot.
-        CheckFailed: it was loaded and has none of the names that it should have.
+        CheckFailed: one of these was not in it.
     """
     compose.must(("docker", "image", "load", "--input", str(path)))
-    if not any(build.is_there(reference) for reference in references):
-        raise CheckFailed(f"{path}: loaded, and Docker has no {', '.join(references)}")
+    lacking = [reference for reference in references if not build.is_there(reference)]
+    if lacking:
+        raise CheckFailed(f"{path}: loaded, and Docker has no {', '.join(lacking)}")

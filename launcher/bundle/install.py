@@ -13,7 +13,7 @@ from launcher.errors import CheckFailed, Refused, UsageError
 from launcher.images.build import is_there
 from launcher.images.pins import record_digest
 from launcher.prepare import models_dir
-from launcher.profile import load_model, load_profile
+from launcher.profile import load_model, load_profile, user_folder
 from launcher.service import Reporter, install, tell_fetch
 from launcher.state import ServiceState
 from launcher.weights.fetch import ensure_model
@@ -47,14 +47,15 @@ def install_bundle(folder: Path, report: Reporter) -> Manifest:
             f"{folder}: the engine's wheels are for Python {manifest.engine_python}, the launcher runs on "
             f"{wheels.this_python()}; install again with that one: PYTHON=python{manifest.engine_python} ./install.sh"
         )
-    load_profile(manifest.profile)
+    user = user_folder(None)
+    load_profile(manifest.profile, user)
     report.phase("verify")
     verify(folder, lambda name, done, total: report.progress(done, total, "bytes", name))
     if manifest.images:
         report.phase("load")
         _load_images(folder, manifest)
     report.phase("model")
-    model = load_model(manifest.model)
+    model = load_model(manifest.model, user)
     source = folder / layout.MODELS / manifest.model
     ensure_model(model, models_dir(), lambda event: tell_fetch(event, report), source=str(source))
     _install_state(folder, manifest)

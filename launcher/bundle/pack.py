@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,9 +11,9 @@ from launcher.bundle import images, layout, wheels
 from launcher.bundle.layout import Manifest
 from launcher.bundle.sink import FolderSink, Sink, TarSink, Writer
 from launcher.errors import Refused, UsageError
+from launcher.images.base import ensure_digest
 from launcher.images.build import build_wheel, tag
 from launcher.images.pins import load_pins
-from launcher.planner import Planned
 from launcher.prepare import Options, chosen_model, host_facts, models_dir, planned
 from launcher.profile import Profile, user_folder
 from launcher.service import Reporter, bring_image, render, tell_fetch
@@ -36,11 +36,14 @@ class Packed:
     manifest: Manifest
 
 
-def pack(out: Path, options: Options, profile: Profile, report: Reporter, *, with_engine: bool) -> Packed:
+def pack(
+    out: Path, options: Options, profile: Profile, report: Reporter, *, with_engine: bool, unpinned: bool = False
+) -> Packed:
     """Write a profile's service into a new folder, or a tar where `out` ends so.
 
     Args:
         with_engine: for the host runtime, the engine's wheels too.
+        unpinned: a base image on this machine that came from no registry will do; it is then in the bundle as well.
 
     Raises:
         UsageError: `out` is there already, or a profile of the user's own takes a shipped one's name.
@@ -52,38 +55,41 @@ def pack(out: Path, options: Options, profile: Profile, report: Reporter, *, wit
     report.phase("model")
     token = stored_token(ServiceState.of(profile.name).secrets_dir)
     folder = ensure_model(model, models_dir(), lambda event: tell_fetch(event, report), token=token)
-    made = planned(options, profile, host_facts(profile))
-    image = _built(made, report) if made.plan.runtime == "docker" else None
+    built = _built(options, profile, report, unpinned) if (options.runtime or profile.runtime) == "docker" else ()
+    is_host = not built
     with tempfile.TemporaryDirectory(prefix=".graft-bundle-", dir=_existing(out.parent)) as name:
         work = Path(name)
-        _refuse_full_disk(work, folder, image, is_tar=out.suffix == ".tar")
+        _refuse_full_disk(work, folder, built, is_tar=out.suffix == ".tar")
         (work / layout.WHEELS).mkdir()
-        _bring_wheels(work / layout.WHEELS, report, is_host=made.plan.runtime == "host", with_engine=with_engine)
-        if image is not None:
+        _bring_wheels(work / layout.WHEELS, report, is_host=is_host, with_engine=with_engine)
+        if built:
             report.phase("images")
             (work / layout.IMAGES).mkdir()
-            images.save(image, work / layout.IMAGES / f"{image.replace(':', '_').replace('/', '_')}.tar")
+            images.save(built, work / layout.IMAGES / f"{profile.name}.tar")
         manifest = Manifest(
             launcher=version("graft-launcher"),
             profile=profile.name,
             model=model.name,
-            runtime=made.plan.runtime,
+            runtime="host" if is_host else "docker",
             machine=layout.this_machine(),
-            images=() if image is None else (image,),
+            images=built,
             digests={pin.base: pin.digest for pin in load_pins().pins if pin.digest is not None},
-            engine_python=wheels.this_python() if made.plan.runtime == "host" and with_engine else None,
+            engine_python=wheels.this_python() if is_host and with_engine else None,
         )
         report.phase("pack")
         size_bytes = _write(out, manifest, folder, work, options, report)
     return Packed(out, size_bytes, manifest)
 
 
-def _built(made: Planned, report: Reporter) -> str:
+def _built(options: Options, profile: Profile, report: Reporter, unpinned: bool) -> tuple[str, ...]:
+    """Build the image of a profile where Docker lacks it; return it, and its base where only that name knows it."""
+    base = ensure_digest(load_pins().of(profile.vllm), unpinned=unpinned)
+    made = planned(options, profile, host_facts(profile))
     assert made.plan.image is not None
     report.phase("render")
     render(made)
     bring_image(made.plan, ServiceState.of(made.plan.profile), report)
-    return tag(made.plan.image, build_wheel())
+    return (tag(made.plan.image, build_wheel()), *((base.base,) if base.digest is None else ()))
 
 
 def _bring_wheels(folder: Path, report: Reporter, *, is_host: bool, with_engine: bool) -> None:
@@ -178,8 +184,8 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _refuse_full_disk(work: Path, model: Path, image: str | None, *, is_tar: bool) -> None:
-    brought_bytes = WHEELS_BYTES + (images.size_bytes(image) if image is not None else 0)
+def _refuse_full_disk(work: Path, model: Path, built: Sequence[str], *, is_tar: bool) -> None:
+    brought_bytes = WHEELS_BYTES + (images.size_bytes(built[0]) if built else 0)
     model_bytes = sum(path.stat().st_size for path in model.iterdir() if path.is_file())
     # Into a tar what was brought is copied.
     needed_bytes = model_bytes + brought_bytes * (2 if is_tar else 1)

@@ -14,6 +14,7 @@ from launcher.cli.base import (
     ModelOption,
     ProfileOption,
     RuntimeOption,
+    UnpinnedOption,
     chosen,
     out,
     print_json,
@@ -123,6 +124,7 @@ def create(
     without_engine: Annotated[
         bool, typer.Option("--without-engine", help="Host runtime: leave out vLLM's wheels, which that machine has.")
     ] = False,
+    unpinned: UnpinnedOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write all that a profile needs: launcher, wheels, model, and the image or the CPU engine.
@@ -136,7 +138,9 @@ def create(
     options = Options(profile, model, profiles, runtime)
     one = chosen(options)
     with Live(out) as live:
-        packed = pack(target.expanduser().resolve(), options, one, live, with_engine=not without_engine)
+        packed = pack(
+            target.expanduser().resolve(), options, one, live, with_engine=not without_engine, unpinned=unpinned
+        )
     if as_json:
         print_json(packed)
         return
