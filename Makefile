@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help up down logs status ask render plan explain profiles models fixes install install-dev check test generated clean
+.PHONY: help up down logs status ask render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test generated clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,22 @@ models: install ## List the models, and what context each has on which card
 
 fixes: install ## List the fixes for vLLM
 	@$(GRAFT) fixes $(ARGS)
+
+pins: install ## Show the pinned vLLM images and their digests (ARGS=resolve, ARGS=check)
+	@$(GRAFT) pins $(ARGS)
+
+lock: install ## Write down the bytes that a start is made of; ARGS=--locked holds `up` to them
+	@$(GRAFT) lock $(OPTIONS) $(ARGS)
+
+upgrade: install ## Move the running service to the current vLLM release (ARGS=--check says what would change)
+	@$(GRAFT) upgrade $(OPTIONS) $(ARGS)
+
+rollback: install ## Start again what ran before the last upgrade
+	@$(GRAFT) rollback $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS)
+
+images: install ## Build the image of each pinned release with docker buildx bake (ARGS=vllm-0_33_0)
+	@$(GRAFT) pins context build/images
+	docker buildx bake --file images/docker-bake.hcl $(ARGS)
 
 install: $(VENV)/.installed
 

@@ -56,6 +56,19 @@ def refuse_unlocked(state: ServiceState, now: Lock) -> None:
     lock.refuse_differences(locked, now, path)
 
 
+def refuse_unlocked_running(state: ServiceState) -> None:
+    """Say so where a running service is not what its lock says.
+
+    Raises:
+        Refused: naming every difference.
+        UsageError: there is no lock, or what the service was made of is not recorded.
+    """
+    running = current(state)
+    if running is None:
+        raise UsageError(f"{state.root.name}: runs, and what it was made of is not recorded; start it anew")
+    refuse_unlocked(state, running.lock)
+
+
 def rendered_files(root: Path) -> dict[str, bytes]:
     """Return the files of a service's folder that its start is made of."""
     paths = (path for pattern in RENDERED for path in sorted(root.glob(pattern)) if path.is_file())

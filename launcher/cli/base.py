@@ -10,9 +10,11 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
+from launcher.choice import chosen_vllm
 from launcher.plan import Runtime
 from launcher.prepare import Options, chosen_profile
 from launcher.profile import Profile
+from launcher.state import ServiceState
 
 app = typer.Typer(
     add_completion=False,
@@ -71,6 +73,9 @@ def chosen(options: Options) -> Profile:
     profile, choice = chosen_profile(options)
     if choice is not None:
         err.print(f"PROFILE={profile.name}: {choice.why}", style="dim")
+    if profile.vllm == chosen_vllm(ServiceState.of(profile.name)):
+        note = f"{profile.name}: vLLM {profile.vllm}, as an upgrade or a rollback left it; `graft upgrade` moves on"
+        err.print(note, style="dim", markup=False)
     return profile
 
 

@@ -54,7 +54,7 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start the service and follow it to its first right answer."""
-    from launcher import service
+    from launcher import release, service
     from launcher.cli.live import Live
 
     options = Options(profile, model, profiles, runtime, None, advise)
@@ -66,6 +66,8 @@ def up(
         return
     running = service.find(one.name)
     if running is not None and running.state.is_alive:
+        if locked:
+            release.refuse_unlocked_running(ServiceState.of(one.name))
         _say_already_up(options, running, as_json)
         return
     live = Live(err if as_json else out)
