@@ -103,8 +103,10 @@ def docker_volumes() -> tuple[Volume, ...] | None:
     import docker
     import requests
 
-    from launcher.host.docker import connect, endpoint_in_use
+    from launcher.host.docker import connect, endpoint_in_use, read
 
+    if read().docker.error is not None:
+        return None
     try:
         with connect(endpoint_in_use(), DOCKER_TIMEOUT_S) as client:
             answer = client.df()["Volumes"] or ()

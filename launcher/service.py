@@ -320,7 +320,8 @@ def fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.En
     """Bring the engine and the model's files; return the engine's environment of the host runtime."""
     runtime = options.runtime or profile.runtime
     model = chosen_model(options, profile)
-    engine = engine_env.ENGINE if runtime == "host" or model.package is not None else None
+    may_convert = model.package is not None and not (models_dir() / model.name).exists()
+    engine = engine_env.ENGINE if runtime == "host" or may_convert else None
     if engine is not None:
         install(engine, report)
     report.phase("model")

@@ -60,7 +60,6 @@ def install_bundle(folder: Path, report: Reporter) -> Manifest:
     ensure_model(model, models_dir(), lambda event: tell_fetch(event, report), source=str(source))
     _install_state(folder, manifest)
     if manifest.engine_python is not None:
-        report.phase("install")
         # For pip, which is started below; nothing else reads them. A URL, since pip splits the variable at spaces.
         os.environ.update(PIP_NO_INDEX="1", PIP_FIND_LINKS=(folder / layout.WHEELS).resolve().as_uri())
         install(engine_env.ENGINE, report)

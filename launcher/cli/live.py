@@ -87,12 +87,13 @@ class Live:
             self._progress.remove_task(self._files.pop(name))
         for file in files:
             if file.path not in self._files:
-                self._files[file.path] = self._progress.add_task(f"  {escape(file.path)}", count="")
+                self._files[file.path] = self._progress.add_task(
+                    f"  {escape(file.path)}", total=file.total_bytes, count=""
+                )
             total = f" of {file.total_bytes / 1e6:.0f}" if file.total_bytes else ""
             self._progress.update(
                 self._files[file.path],
                 completed=file.done_bytes,
-                total=file.total_bytes,
                 count=f"{file.done_bytes / 1e6:.0f}{total} MB",
             )
 

@@ -1,4 +1,4 @@
-"""Download files of a repository: `python hub_download.py`, the request as JSON on stdin.
+"""Download files of a repository: `python hub_download.py`, the request as a line of JSON on stdin.
 
 The last line that it prints says what failed. A process of its own, since a download that hangs can only be ended from
 outside. Plain HTTP with ranges, not the hub's Xet transfer and not `snapshot_download`: those begin an interrupted file
@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from http import HTTPStatus
 from pathlib import Path
@@ -52,12 +53,19 @@ def failure(name: str, error: BaseException) -> dict[str, str]:
     return {"kind": "disk" if is_full else "transient", "text": f"{name}: {text}"}
 
 
+def _end_with_parent() -> None:
+    # Its end closes the pipe, however it ended; another download of the same files may begin then.
+    sys.stdin.read()
+    os._exit(1)
+
+
 def main() -> None:
     """Download everything, or end at the first failure: the other files' bytes are kept."""
     from huggingface_hub import constants
 
     constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with ThreadPoolExecutor(WORKERS) as pool:
         names = {pool.submit(fetch, file, request): file["path"] for file in request["files"]}
         for done in as_completed(names):

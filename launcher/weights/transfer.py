@@ -85,8 +85,8 @@ def _attempt(hub: Hub, repo: str, listing: Listing, folder: Path, progress: Prog
         try:
             assert process.stdin is not None
             # On stdin, and so in no list of processes: the token is in it.
-            process.stdin.write(json.dumps(request))
-            process.stdin.close()
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
             stalled = _watch(process, folder, listing, progress)
         except BaseException:
             process.kill()

@@ -1,8 +1,11 @@
 """Hubs on this machine."""
 
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,3 +37,18 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with 64 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    argv = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    mounted = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a small disk is not permitted: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

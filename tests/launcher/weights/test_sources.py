@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,6 +93,17 @@ def test_a_copy_that_broke_off_goes_on_with_the_files_that_miss(disk: Path, tmp_
     folder = ensure_model(model(), tmp_path / "models", ignore, source=str(disk))
     assert (folder / "README.md").stat().st_ino == before
     assert {path.name for path in folder.iterdir()} == {*FILES, "graft-model.json"}
+
+
+def test_a_disk_that_fills_up_during_a_copy_is_named_and_the_copy_goes_on_later(
+    disk: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    with pytest.raises(Refused, match=rf"{WEIGHTS}: cannot be copied to {small_disk}: No space left on device"):
+        ensure_model(model(), small_disk, ignore, source=str(disk))
+    assert not (small_disk / "tiny").exists()
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    assert (ensure_model(model(), small_disk, ignore, source=str(disk)) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
 
 
 def test_a_folder_without_the_model_says_where_it_looked(tmp_path: Path) -> None:

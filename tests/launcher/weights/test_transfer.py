@@ -1,10 +1,10 @@
 """Downloads that break: tried again from the byte where they broke off, or refused with one cause and what to do."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.errors import Refused
@@ -18,7 +18,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "RETRY_WAITS_S", (0.05, 0.05))
+    monkeypatch.setattr(transfer, "RETRY_WAITS_S", (0.05,) * 9)
     monkeypatch.setattr(transfer, "POLL_INTERVAL_S", 0.05)
 
 
@@ -136,10 +136,26 @@ def test_a_token_is_neither_an_argument_nor_a_variable_of_the_download(
     assert not any(b"hf_secret" in process for process in seen)
 
 
+def test_a_download_ends_with_the_process_that_began_it(serve: Serve, tmp_path: Path) -> None:
+    serve(stall_after=[10])
+    program = (
+        "from pathlib import Path\nfrom launcher.weights.fetch import ensure_model\n"
+        "from tests.launcher.weights.fake_hub import model\n"
+        f"ensure_model(model(), Path({str(tmp_path)!r}), lambda event: print('event', flush=True))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        while not (downloads := psutil.Process(launcher.pid).children()):
+            assert launcher.stdout.readline()
+        launcher.kill()
+    gone, alive = psutil.wait_procs(downloads, timeout=10)
+    assert (len(gone), alive) == (1, [])
+
+
 def test_files_that_are_under_way_are_told_with_a_total(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "STALL_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(transfer, "STALL_TIMEOUT_S", 0.8)
     serve(stall_after=[20_000])
     events: list[FetchEvent] = []
     ensure_model(model(), tmp_path, events.append)
@@ -167,30 +183,14 @@ def test_a_second_fetch_of_the_model_waits_its_turn(serve: Serve, tmp_path: Path
     assert ensure_model(model(), tmp_path, ignore) == tmp_path / "tiny"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
-    """A disk with 64 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a small disk is not permitted: {mounted.stderr.decode().strip()}")
-    return disk
-
-
 def test_a_disk_that_fills_up_during_a_download_is_named(small_disk: Path, serve: Serve) -> None:
-    try:
-        serve()
-        listing = listing_of()
-        with pytest.raises(Refused, match=r"No space left on device.*free some space on the disk of .*it continues"):
-            transfer.download(hub.Hub(hub.endpoint()), REPO, listing, small_disk / "partial", ignore)
-        with pytest.raises(Refused, match=r"0\.0 GB free.*still needs"):
-            ensure_model(model(), small_disk, ignore)
-        assert not (small_disk / "tiny").exists()
-    finally:
-        subprocess.run(["umount", str(small_disk)], check=True)
+    serve()
+    listing = listing_of()
+    with pytest.raises(Refused, match=r"No space left on device.*free some space on the disk of .*it continues"):
+        transfer.download(hub.Hub(hub.endpoint()), REPO, listing, small_disk / "partial", ignore)
+    with pytest.raises(Refused, match=r"0\.0 GB free.*still needs"):
+        ensure_model(model(), small_disk, ignore)
+    assert not (small_disk / "tiny").exists()
 
 
 def test_every_file_is_recorded_with_its_hash(serve: Serve, tmp_path: Path) -> None:
