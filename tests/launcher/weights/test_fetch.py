@@ -104,6 +104,7 @@ def test_without_a_hub_and_without_a_package_the_error_says_what_to_do(tmp_path:
         ((404, "RevisionNotFound"), UsageError, "has no revision"),
         ((403, "GatedRepo"), Refused, "gated; accept its licence"),
         ((502, ""), Refused, "is not reachable"),
+        ((429, ""), Refused, "is not reachable.*429"),
     ],
 )
 def test_what_the_hub_refuses_is_told_apart(
