@@ -207,7 +207,7 @@ def up(
         FailedStart: it was started and failed; it is stopped and its log is saved.
     """
     made, engine = prepared(options, profile, report, force=force, unpinned=unpinned)
-    state, now = ServiceState.of(profile.name), lock_of(made, report)
+    state, now = ServiceState.of(profile.name), lock_of(made.plan, report)
     if locked:
         release.refuse_unlocked(state, now)
     on_plan(made)
@@ -239,15 +239,14 @@ def prepared(
     return made, engine
 
 
-def lock_of(made: Planned, report: Reporter) -> "Lock":
+def lock_of(plan: Plan, report: Reporter) -> "Lock":
     """Return the lock of a plan whose model is here; a file without a recorded hash is read for it."""
     from launcher.images import lock
 
     def tell(name: str, done_bytes: int, total_bytes: int) -> None:
         report.progress(done_bytes, total_bytes, "bytes", f"hash {name}")
 
-    former = lock.lock_file(ServiceState.of(made.plan.profile))
-    return lock.of(made.plan, models_dir() / made.plan.model, former, tell)
+    return lock.of(plan, models_dir() / plan.model, tell)
 
 
 def refuse(plan: Plan, force: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from launcher import choice, release, service
+from launcher import choice, ready, release, service
 from launcher.ask import Answer
 from launcher.errors import GraftError, Refused, StartFailed, UsageError
 from launcher.images import build, lock
@@ -77,13 +77,12 @@ def upgrade(
     """
     old = _running(profile.name)
     target, state = target_of(profile, to), ServiceState.of(profile.name)
-    options = replace(options, model=options.model or old.plan.model)
+    options = replace(options, model=options.model or old.plan.model, runtime=old.plan.runtime)
     report.phase("check")
     ensure_digest(load_pins().of(target.vllm), unpinned=unpinned)
     service.fetch(options, target, report)
-    now = service.lock_of(planned(options, target, host_facts(target)), report)
-    former = release.current(state)
-    if former is not None and former.lock.id == now.id:
+    former, expected = release.current(state), planned(options, target, host_facts(target)).plan
+    if former is not None and former.lock.id == service.lock_of(expected, report).id:
         return None
     with _Next(options, target, state) as candidate:
         made = candidate.plan(force)
@@ -95,7 +94,7 @@ def upgrade(
         else:
             report.note(f"No room for a second server: vLLM {old.plan.vllm} is stopped first.")
     started = _switch(old, state, lambda: _started(options, target, report, force=force), report)
-    release.keep(state, now)
+    release.keep(state, service.lock_of(started.plan, report))
     _remember(options, profile.name, target.vllm)
     return Upgraded(old.plan.vllm, started, is_beside)
 
@@ -106,16 +105,15 @@ def rollback(options: Options, profile_name: str, report: Reporter) -> RolledBac
     Raises:
         UsageError: there was none before, or it ran without Docker.
         Refused: its image or its model is not here any more.
-        NotReady: it failed; the newer one serves again where it did before.
+        FailedStart: it failed; the newer one serves again where it did before.
     """
     state = ServiceState.of(profile_name)
     before = release.previous(state)
     if before is None:
         raise UsageError(f"{profile_name}: nothing to go back to: {release.previous_lock_file(state)} is not there")
     _refuse_missing(before)
-    start = _Restart(state, before, report)
-    old = service.find(profile_name)
-    rolled_back = start() if old is None else _switch(old, state, start, report)
+    start, old = _Restart(state, before, report), service.find(profile_name)
+    rolled_back = _switch(old, state, start, report)
     release.swap(state)
     _remember(options, profile_name, rolled_back.plan.vllm)
     return rolled_back
@@ -182,17 +180,18 @@ def _started(options: Options, target: Profile, report: Reporter, *, force: bool
     return service.start(made, None, report)
 
 
-def _switch(old: Running, state: ServiceState, start: Callable[[], Result], report: Reporter) -> Result:
-    """Stop a service and start another in its place; where that fails the old one is put back."""
+def _switch(old: Running | None, state: ServiceState, start: Callable[[], Result], report: Reporter) -> Result:
+    """Stop what runs and start another service in its place; where that fails the old one is put back."""
     files = release.rendered_files(state.root)
-    service.down(old.plan.profile)
+    service.down(state.root.name)
     try:
         return start()
     except (GraftError, KeyboardInterrupt) as error:
-        report.note(f"That failed; vLLM {old.plan.vllm} is started again.")
-        service.down(old.plan.profile)
+        service.down(state.root.name)
         release.restore(state, files)
-        _put_back(old.plan, state, report, error)
+        if old is not None:
+            report.note(f"That failed; vLLM {old.plan.vllm} is started again.")
+            _put_back(old.plan, state, report, error)
         raise
 
 
@@ -219,8 +218,12 @@ class _Restart:
         release.restore(self.state, self.release.files)
         self.report.phase("start")
         restarted = ComposeService(self.state.compose_file, plan)
-        restarted.start(self.report.line)
-        answer, elapsed_s = service.follow(restarted, plan, self.state, self.report)
+        try:
+            restarted.start(self.report.line)
+            answer, elapsed_s = service.follow(restarted, plan, self.state, self.report)
+        except GraftError as error:
+            log_file = ready.save_and_stop(restarted, self.state.logs_dir)
+            raise service.FailedStart(error, plan, log_file, getattr(error, "state", None)) from error
         return RolledBack(plan, restarted.base_url, answer, elapsed_s)
 
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_graft.decide import affects
 from vllm_graft.fixes import FIXES
@@ -73,6 +73,8 @@ def preview(options: Options, profile: Profile, target: Profile, running: Plan |
     Raises:
         CheckFailed: the newer parser does not run.
     """
+    if running is not None:
+        options = replace(options, model=options.model or running.model, runtime=running.runtime)
     before = running or planned(options, profile, host_facts(profile)).plan
     after = planned(options, target, host_facts(target)).plan
     parser = PARSERS.get(target.vllm)

@@ -139,7 +139,7 @@ def lock(
     live = Live(err)
     with live:
         made, _ = service.prepared(options, one, live, force=force, unpinned=unpinned)
-        locked = service.lock_of(made, live)
+        locked = service.lock_of(made.plan, live)
     path = lock_file(ServiceState.of(one.name))
     locked.write(path)
     if as_json:
@@ -193,14 +193,19 @@ def upgrade(
 @app.command()
 def rollback(profile: ProfileOption = None, profiles: FolderOption = None, as_json: JsonOption = False) -> None:
     """Start again what ran before, from the files and the image that it ran with; needs no network."""
-    from launcher import upgrade
+    from launcher import service, upgrade
     from launcher.cli.live import Live
+    from launcher.cli.service import say_failure
 
     options = Options(profile, None, profiles)
     name = chosen(options).name
     live = Live(err if as_json else out)
-    with live:
-        done = upgrade.rollback(options, name, live)
+    try:
+        with live:
+            done = upgrade.rollback(options, name, live)
+    except service.FailedStart as failure:
+        say_failure(failure)
+        raise
     if as_json:
         print_json({"profile": name, "vllm": done.plan.vllm, "url": done.base_url, "answer": done.answer})
         return

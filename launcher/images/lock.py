@@ -16,9 +16,9 @@ from vllm_graft.fixes import FIXES
 
 from launcher.errors import Refused, UsageError
 from launcher.images.build import build_wheel, local_image
+from launcher.images.hashes import Hashes
 from launcher.plan import EnvironmentVariable, Plan
 from launcher.state import CHECKOUT, ServiceState
-from launcher.weights import verify
 from launcher.weights.events import RECORD, Origin
 
 SCHEMA: Literal[1] = 1
@@ -161,14 +161,12 @@ def _ignore(name: str, done_bytes: int, total_bytes: int) -> None:
 def of(
     plan: Plan,
     model_dir: Path,
-    former: Path | None = None,
     on_bytes: Callable[[str, int, int], None] = _ignore,
 ) -> Lock:
     """Return the lock of a plan.
 
     Args:
         model_dir: folder of a whole checkpoint.
-        former: an earlier lock; its hashes hold for files that were not written to since.
         on_bytes: told the file, the bytes read so far and its size where one has to be hashed.
     """
     return Lock(
@@ -187,7 +185,7 @@ def of(
         },
         fixes_required=plan.required_fixes,
         fixes_disabled=plan.disabled_fixes,
-        model=model_of(plan, model_dir, former, on_bytes),
+        model=model_of(plan, model_dir, on_bytes),
         served_name=plan.served_name,
         flags=plan.argv(),
         environment=_environment(plan.environment),
@@ -212,20 +210,16 @@ def _templates_sha256() -> str:
     return digest.hexdigest()
 
 
-def model_of(
-    plan: Plan,
-    folder: Path,
-    former: Path | None = None,
-    on_bytes: Callable[[str, int, int], None] = _ignore,
-) -> LockedModel:
+def model_of(plan: Plan, folder: Path, on_bytes: Callable[[str, int, int], None] = _ignore) -> LockedModel:
     """Return what is locked of a plan's model; the arguments are those of `of`."""
-    origin = Origin.read(folder)
-    known = {**_locked_hashes(plan, folder, former), **_fetched_hashes(folder, origin)}
+    origin, hashes = Origin.read(folder), Hashes.read()
+    fetched = _fetched_hashes(folder, origin)
     files = {}
     for name, path in _files(folder):
         size_bytes = path.stat().st_size
-        digest = known.get(name) or verify.sha256(path, partial(_tell, on_bytes, name, size_bytes))
+        digest = fetched.get(name) or hashes.sha256(path, partial(_tell, on_bytes, name, size_bytes))
         files[name] = LockedFile(size_bytes=size_bytes, sha256=digest)
+    hashes.write()
     return LockedModel(
         repo=origin.repo if origin else plan.model_repo,
         revision=origin.revision if origin else None,
@@ -254,22 +248,6 @@ def _fetched_hashes(folder: Path, origin: Origin | None) -> dict[str, str]:
         file.path: file.sha256
         for file in origin.files
         if file.sha256 is not None and _is_untouched(folder / file.path, file.size_bytes, since_ns)
-    }
-
-
-def _locked_hashes(plan: Plan, folder: Path, former: Path | None) -> dict[str, str]:
-    """Return the hashes of an earlier lock of the same model, so that files put there by hand are read once only."""
-    try:
-        lock = None if former is None else read(former)
-    except UsageError:
-        return {}
-    if lock is None or former is None or lock.model.repo != plan.model_repo:
-        return {}
-    since_ns = former.stat().st_mtime_ns
-    return {
-        name: file.sha256
-        for name, file in lock.model.files.items()
-        if _is_untouched(folder / name, file.size_bytes, since_ns)
     }
 
 

@@ -33,6 +33,11 @@ def plan_for(profile: str = "rtx4090", vllm: str | None = None, **serve: object)
     return make(Inputs(one, load_model(one.model), pin)).plan
 
 
+@pytest.fixture(autouse=True)
+def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFT_STATE", str(tmp_path / "state"))
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -149,13 +154,18 @@ def test_hashes_of_the_fetch_are_used_and_untouched_files_not_read_again(model_d
 
 def test_files_that_were_put_there_by_hand_are_read_once(model_dir: Path, tmp_path: Path) -> None:
     read: list[str] = []
-    path = tmp_path / "lock.json"
-    first = lock.of(plan_for(), model_dir, path, lambda name, done, total: read.append(name))
-    first.write(path)
+    first = lock.of(plan_for(), model_dir, lambda name, done, total: read.append(name))
     assert set(read) == {"config.json", "sub/model.safetensors"}
     read.clear()
-    assert lock.of(plan_for(), model_dir, path, lambda name, done, total: read.append(name)) == first
+    assert lock.of(plan_for(), model_dir, lambda name, done, total: read.append(name)) == first
     assert read == []
+    weights = model_dir / "sub" / "model.safetensors"
+    times = weights.stat()
+    weights.write_bytes(b"WEIGHTS")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert lock.of(plan_for(), model_dir).model.files["sub/model.safetensors"].sha256 == verify.sha256(weights)
+    (tmp_path / "state" / "cache" / "hashes.json").write_text("{", encoding="utf-8")
+    assert lock.of(plan_for(), model_dir) != first
 
 
 def started(state: ServiceState, model_dir: Path, **serve: object) -> Lock:
@@ -192,10 +202,9 @@ def test_the_start_before_is_kept_with_its_files(model_dir: Path, tmp_path: Path
     assert release.rendered_files(state.root) == files
 
 
-def test_a_chosen_release_goes_before_the_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAFT_STATE", str(tmp_path))
+def test_a_chosen_release_goes_before_the_profiles() -> None:
     state = ServiceState.of("cpu")
-    state.root.mkdir()
+    state.root.mkdir(parents=True)
     assert chosen_profile(Options("cpu"))[0].vllm == "0.32.0"
     choice.choose_vllm(state, "0.33.0", "0.32.0")
     assert chosen_profile(Options("cpu"))[0].vllm == "0.33.0"

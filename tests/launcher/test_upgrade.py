@@ -119,6 +119,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         def start(self, on_line: object = None) -> None:
             world.begin(self.plan)
 
+        def log(self) -> Sequence[str]:
+            return ("what it said",)
+
+        def stop(self) -> None:
+            world.down(self.plan.profile)
+
     monkeypatch.setattr(upgrade, "ComposeService", Composed)
     return world
 
@@ -130,7 +136,7 @@ def state(world: World) -> ServiceState:
     made = world.plan(Options(), world.profile)
     world.start(made, None, None)
     store_secret(state, "api_key", "a-key")
-    release.keep(state, service.lock_of(made, Quiet()))
+    release.keep(state, service.lock_of(made.plan, Quiet()))
     world.events.clear()
     return state
 
@@ -242,12 +248,30 @@ def test_a_rollback_starts_what_ran_before_and_can_be_taken_back(world: World, s
 def test_a_failed_rollback_leaves_the_newer_release(world: World, state: ServiceState) -> None:
     move(world)
     world.failing.add(f"cpu {OLD}")
-    with pytest.raises(StartFailed):
+    with pytest.raises(service.FailedStart) as error:
         upgrade.rollback(Options(), "cpu", Quiet())
+    assert error.value.log_file is not None
+    assert error.value.log_file.read_text(encoding="utf-8") == "what it said\n"
     assert world.running["cpu"].vllm == NEW
     current = release.current(state)
     assert current is not None
     assert current.lock.vllm == NEW
+
+
+def test_a_rollback_starts_a_service_that_was_stopped_and_leaves_its_files_where_it_fails(
+    world: World, state: ServiceState
+) -> None:
+    move(world)
+    world.running.clear()
+    files = release.rendered_files(state.root)
+    world.failing.add(f"cpu {OLD}")
+    with pytest.raises(service.FailedStart):
+        upgrade.rollback(Options(), "cpu", Quiet())
+    assert release.rendered_files(state.root) == files
+    assert world.running == {}
+    world.failing.clear()
+    upgrade.rollback(Options(), "cpu", Quiet())
+    assert world.running["cpu"].vllm == OLD
 
 
 def test_there_is_nothing_to_go_back_to_before_an_upgrade(world: World, state: ServiceState) -> None:
