@@ -45,7 +45,7 @@ def install_bundle(folder: Path, report: Reporter) -> Manifest:
     if manifest.engine_python not in (None, wheels.this_python()):
         raise Refused(
             f"{folder}: the engine's wheels are for Python {manifest.engine_python}, the launcher runs on "
-            f"{wheels.this_python()}; install again with that one: PYTHON=python{manifest.engine_python} ./install.sh"
+            f"{wheels.this_python()}; install again with that one: PYTHON=python{manifest.engine_python} sh install.sh"
         )
     user = user_folder(None)
     load_profile(manifest.profile, user)

@@ -39,7 +39,7 @@ STATE_FILES = ("lock.json", "vllm.json")
 
 INSTALL_SCRIPT = """\
 #!/bin/sh
-# Installs Graft and what this folder carries, without network: ./install.sh [FOLDER]     (default: ~/graft)
+# Installs Graft and what this folder carries, without network: sh install.sh [FOLDER]    (default: ~/graft)
 set -eu
 cd "$(dirname "$0")"
 target=${1:-$HOME/graft}

@@ -4,6 +4,7 @@ import hashlib
 import io
 import shutil
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -68,7 +69,9 @@ class FolderSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as target:
             shutil.copyfileobj(source, target, _CHUNK_BYTES)
-        path.chmod(mode)
+        # A disk without modes, such as a USB disk with exFAT, has none to change.
+        with suppress(PermissionError):
+            path.chmod(mode)
 
     def move(self, name: str, path: Path) -> None:
         """Take a file of this disk in, without writing it a second time."""
@@ -126,7 +129,6 @@ class Writer:
         if isinstance(self._sink, FolderSink):
             self._sums[name] = sha256(path)
             self._told(path.stat().st_size)
-            path.chmod(0o644)
             self._sink.move(name, path)
         else:
             self.file(name, path)

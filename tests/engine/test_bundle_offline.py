@@ -43,7 +43,7 @@ def test_a_bundle_is_installed_and_plans_without_network(model_dir: Path, tmp_pa
     assert written.returncode == 0, written.stdout + written.stderr
     assert "unreachable" in offline(sys.executable, "-c", NO_ROUTE).stderr
 
-    installed = offline(str(bundle / "install.sh"), str(target), PYTHON=sys.executable)
+    installed = offline("sh", str(bundle / "install.sh"), str(target), PYTHON=sys.executable)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     assert "make up PROFILE=cpu" in installed.stdout
     theirs = str(target / ".venv" / "bin" / "graft")

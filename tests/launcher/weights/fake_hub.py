@@ -55,6 +55,7 @@ class FakeHub(BaseHTTPRequestHandler):
     files: ClassVar[dict[str, bytes]] = {**FILES, **OTHER_FORMS}
     sent: ClassVar[dict[str, bytes]] = {}
     """What is sent in place of a file's bytes."""
+    newest: ClassVar[str] = REVISION
     error: ClassVar[tuple[int, str] | None] = None
     delay_s: ClassVar[float] = 0.0
     token: ClassVar[str | None] = None
@@ -84,9 +85,12 @@ class FakeHub(BaseHTTPRequestHandler):
             self._send(401, b"{}", {"X-Error-Code": "GatedRepo"})
         elif self.error is not None:
             self._send(self.error[0], b"{}", {"X-Error-Code": self.error[1]})
-        elif path.startswith(f"/api/models/{REPO}"):
+        elif path in (f"/api/models/{REPO}", f"/api/models/{REPO}/revision/{REVISION}"):
             siblings = [self._sibling(name) for name in self.files]
-            self._send(200, json.dumps({"id": REPO, "sha": REVISION, "siblings": siblings}).encode(), {})
+            commit = REVISION if "/revision/" in path else self.newest
+            self._send(200, json.dumps({"id": REPO, "sha": commit, "siblings": siblings}).encode(), {})
+        elif path.startswith(f"/api/models/{REPO}/revision/"):
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         elif path.startswith(f"/{REPO}/resolve/{REVISION}/"):
             self._file(path.removeprefix(f"/{REPO}/resolve/{REVISION}/"))
         else:

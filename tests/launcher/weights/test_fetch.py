@@ -70,7 +70,7 @@ def test_a_file_that_the_hub_lists_and_does_not_have_is_said_at_once(serve: Serv
 def test_an_interrupted_download_is_continued_with_the_files_that_miss(serve: Serve, tmp_path: Path) -> None:
     handler = serve()
     listing = listing_of()
-    partial = tmp_path / f".tiny.{REVISION[:12]}.partial"
+    partial = tmp_path / f".tiny.{REVISION}.partial"
     transfer.download(hub.Hub(hub.endpoint()), REPO, hub.Listing(REVISION, listing.files[:1]), partial, ignore)
     handler.asked.clear()
     ensure_model(model(), tmp_path, ignore)

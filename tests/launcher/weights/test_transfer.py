@@ -32,7 +32,7 @@ def test_a_connection_that_is_cut_is_continued_at_its_byte(serve: Serve, tmp_pat
 
 def test_what_an_ended_process_left_is_continued_at_its_byte(serve: Serve, tmp_path: Path) -> None:
     handler = serve()
-    parts = tmp_path / f".tiny.{REVISION[:12]}.partial" / transfer.PARTS
+    parts = tmp_path / f".tiny.{REVISION}.partial" / transfer.PARTS
     parts.mkdir(parents=True)
     (parts / WEIGHTS).write_bytes(FILES[WEIGHTS][:12_345])
     folder = ensure_model(model(), tmp_path, ignore)
@@ -41,9 +41,31 @@ def test_what_an_ended_process_left_is_continued_at_its_byte(serve: Serve, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
+def test_a_download_that_began_is_continued_though_the_hub_has_a_newer_commit(serve: Serve, tmp_path: Path) -> None:
+    newer = "f" * 40
+    handler = serve(newest=newer)
+    parts = tmp_path / f".tiny.{REVISION}.partial" / transfer.PARTS
+    parts.mkdir(parents=True)
+    (parts / WEIGHTS).write_bytes(FILES[WEIGHTS][:999])
+    origin = Origin.read(ensure_model(model(), tmp_path, ignore))
+    assert origin is not None
+    assert origin.revision == REVISION
+    assert f"GET {WEIGHTS} 999" in handler.asked
+
+
+def test_a_download_whose_commit_is_gone_begins_with_the_newest(serve: Serve, tmp_path: Path) -> None:
+    serve()
+    (tmp_path / f".tiny.{'e' * 40}.partial").mkdir()
+    events: list[FetchEvent] = []
+    origin = Origin.read(ensure_model(model(), tmp_path, events.append))
+    assert origin is not None
+    assert origin.revision == REVISION
+    assert any("has no eeeeeeeeeeee any more" in event.note for event in events)
+
+
 def test_a_left_over_that_is_longer_than_the_file_is_not_continued(serve: Serve, tmp_path: Path) -> None:
     serve()
-    parts = tmp_path / f".tiny.{REVISION[:12]}.partial" / transfer.PARTS
+    parts = tmp_path / f".tiny.{REVISION}.partial" / transfer.PARTS
     parts.mkdir(parents=True)
     (parts / WEIGHTS).write_bytes(FILES[WEIGHTS] + b"more")
     assert (ensure_model(model(), tmp_path, ignore) / WEIGHTS).read_bytes() == FILES[WEIGHTS]
@@ -166,7 +188,7 @@ def test_files_that_are_under_way_are_told_with_a_total(
 
 def test_a_second_fetch_of_the_model_waits_its_turn(serve: Serve, tmp_path: Path) -> None:
     serve()
-    work = tmp_path / f".tiny.{REVISION[:12]}.partial"
+    work = tmp_path / f".tiny.{REVISION}.partial"
     work.mkdir()
     holder = (
         f"import sys\nfrom pathlib import Path\nfrom launcher import durable\n"
