@@ -42,6 +42,12 @@ def previous_lock_file(state: ServiceState) -> Path:
     return state.root / "lock.previous.json"
 
 
+def locked_base(state: ServiceState) -> str | None:
+    """Return the base image that a service's lock names; None without a lock or without an image."""
+    found = lock.read(lock.lock_file(state))
+    return None if found is None else found.base
+
+
 def refuse_unlocked(state: ServiceState, now: Lock) -> None:
     """Stop a start that is not what the service's lock says.
 

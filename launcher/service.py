@@ -206,8 +206,10 @@ def up(
         Refused: the plan or the machine says no, and `force` is not given; or it is not what is locked.
         FailedStart: it was started and failed; it is stopped and its log is saved.
     """
-    made, engine = prepared(options, profile, report, force=force, unpinned=unpinned)
-    state, now = ServiceState.of(profile.name), lock_of(made.plan, report)
+    state = ServiceState.of(profile.name)
+    locked_base = release.locked_base(state) if locked else None
+    made, engine = prepared(options, profile, report, force=force, unpinned=unpinned, locked_base=locked_base)
+    now = lock_of(made.plan, report)
     if locked:
         release.refuse_unlocked(state, now)
     on_plan(made)
@@ -217,9 +219,19 @@ def up(
 
 
 def prepared(
-    options: Options, profile: Profile, report: Reporter, *, force: bool, unpinned: bool
+    options: Options,
+    profile: Profile,
+    report: Reporter,
+    *,
+    force: bool,
+    unpinned: bool,
+    locked_base: str | None = None,
 ) -> tuple[Planned, engine_env.EngineEnv | None]:
     """Bring what a start needs, and plan it; return the plan and the host runtime's environment.
+
+    Args:
+        unpinned: as for `up`.
+        locked_base: base image of the lock that the start is held to.
 
     Raises:
         Refused: the plan or the machine says no, and `force` is not given; or the base's digest cannot be known.
@@ -231,7 +243,7 @@ def prepared(
         from launcher.images.base import ensure_digest
 
         # Before the plan that counts: the digest is part of it.
-        ensure_digest(load_pins().of(first.vllm), unpinned=unpinned)
+        ensure_digest(load_pins().of(first.vllm), unpinned=unpinned, locked_base=locked_base)
     engine = fetch(options, profile, report)
     report.phase("plan")
     made = planned(options, profile, host_facts(profile))

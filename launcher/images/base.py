@@ -21,17 +21,22 @@ class Checked:
     message: str
 
 
-def ensure_digest(pin: Pin, *, unpinned: bool) -> Pin:
+def ensure_digest(pin: Pin, *, unpinned: bool, locked_base: str | None = None) -> Pin:
     """Return the pin with its digest: the known one, else that of an earlier pull, else the registry's, recorded.
 
     Args:
         unpinned: a base image on this machine that came from no registry will do.
+        locked_base: reference that a lock names; where no digest is known yet, its digest comes before all others.
 
     Raises:
         Refused: the digest is not known and the registry does not tell it.
     """
     if pin.digest is not None:
         return pin
+    repository, _, locked_digest = (locked_base or "").partition("@")
+    if locked_digest and repository == pin.base.rpartition(":")[0]:
+        record_digest(pin.base, locked_digest)
+        return pin.model_copy(update={"digest": locked_digest})
     local = build.local_image(pin.base)
     if local is not None and local.digest is None and unpinned:
         return pin

@@ -98,6 +98,28 @@ def test_unpinned_does_not_take_an_image_that_is_not_here(
         base.ensure_digest(current(), unpinned=True)
 
 
+@pytest.mark.parametrize(
+    ("locked", "known"),
+    [
+        (f"vllm/vllm-openai@{OTHER}", OTHER),
+        (f"somewhere.else/vllm-openai@{OTHER}", DIGEST),
+        ("vllm/vllm-openai:v0.33.0", DIGEST),
+        (None, DIGEST),
+    ],
+)
+def test_the_digest_of_a_lock_comes_before_what_a_tag_names_now(
+    locked: str | None,
+    known: str,
+    registry_says: Callable[[Answers], None],
+    docker_has: Callable[[LocalImage | None], None],
+) -> None:
+    docker_has(None)
+    registry_says({current().base: DIGEST})
+    assert base.ensure_digest(current(), unpinned=False, locked_base=locked).digest == known
+    assert base.ensure_digest(current(), unpinned=False, locked_base=f"vllm/vllm-openai@{DIGEST}").digest == known
+    assert current().digest == known
+
+
 TAG = "vllm/vllm-openai:v0.33.0"
 BY_DIGEST = f"vllm/vllm-openai@{DIGEST}"
 GONE = NotInRegistry("no such image")
