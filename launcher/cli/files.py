@@ -131,7 +131,7 @@ def create(
 ) -> None:
     """Write all that a profile needs: launcher, wheels, model, and the image or the CPU engine.
 
-    `bundle OUT` is short for it. On the other machine: ./install.sh in the folder, or in the unpacked tar. Secrets are
+    `bundle OUT` is short for it. On the other machine: `sh install.sh` in the folder or unpacked tar. Secrets are
     not in it.
     """
     from launcher.bundle.pack import pack
