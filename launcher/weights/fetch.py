@@ -138,9 +138,9 @@ def _from_mirror(job: _Job, url: str, token: str | None) -> Path:
 
 def _from_hub(job: _Job, asked: hub.Hub, listing: hub.Listing) -> Path:
     work = job.partial(listing.revision)
+    _refuse_full_disk(job, listing.total_bytes - transfer.have_bytes(work, listing))
     work.mkdir(exist_ok=True)
     with durable.held(work, "another fetch of this model is under way"):
-        _refuse_full_disk(job, listing.total_bytes - transfer.have_bytes(work, listing))
         size_gb = listing.total_bytes / 1e9
         job.progress(
             FetchEvent(
@@ -157,10 +157,10 @@ def _from_folder(job: _Job, source: Path) -> Path:
     files = copying.listed(source)
     _refuse_faults(source, verify.faults(source, job.model.files))
     work = job.partial("copied")
+    there_bytes = sum(path.stat().st_size for path in work.glob("*"))
+    _refuse_full_disk(job, sum(file.size_bytes or 0 for file in files) - there_bytes)
     work.mkdir(exist_ok=True)
     with durable.held(work, "another fetch of this model is under way"):
-        there_bytes = sum(path.stat().st_size for path in work.iterdir())
-        _refuse_full_disk(job, sum(file.size_bytes or 0 for file in files) - there_bytes)
         job.progress(FetchEvent(note=f"{job.model.name} from {source} to {job.models_dir}"))
         taken = copying.copy(source, files, work, job.progress)
         told = Origin.read(source) or Origin(repo=job.model.repo, files=())
@@ -198,10 +198,10 @@ def _finished(job: _Job, work: Path, origin: Origin) -> Path:
         if stray.name not in {file.path for file in found}:
             _remove(stray)
     origin.model_copy(update={"files": found}).write(work)
-    for path in work.iterdir():
+    for path in (work, *work.iterdir()):
         # The server in a container is another user. A disk without modes, such as exFAT, has none to change.
         with suppress(PermissionError):
-            path.chmod(0o644)
+            path.chmod(0o755 if path.is_dir() else 0o644)
     return durable.publish(work, job.folder)
 
 

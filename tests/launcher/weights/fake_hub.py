@@ -60,6 +60,8 @@ class FakeHub(BaseHTTPRequestHandler):
     delay_s: ClassVar[float] = 0.0
     token: ClassVar[str | None] = None
     """What a request must show."""
+    elsewhere: ClassVar[str | None] = None
+    """URL of the server that the weights are at."""
     cut_after: ClassVar[list[int]] = []
     """Taken from the front: how many bytes of the weights are sent before the connection is closed."""
     stall_after: ClassVar[list[int]] = []
@@ -103,6 +105,9 @@ class FakeHub(BaseHTTPRequestHandler):
         is_weights = name.endswith(".safetensors")
         if is_weights and self.file_errors:
             self._send(self.file_errors.pop(0), b"{}", {"Retry-After": "0"})
+            return
+        if is_weights and self.elsewhere is not None:
+            self._send(302, b"", {"Location": f"{self.elsewhere}{self.path}"})
             return
         part = {"Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}"} if start else {}
         self._send(206 if start else 200, body[start:], {"X-Repo-Commit": REVISION, **part}, is_weights)

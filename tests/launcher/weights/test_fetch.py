@@ -126,6 +126,7 @@ def test_a_full_disk_is_told_before_the_download(serve: Serve, tmp_path: Path, m
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(Refused, match="GRAFT_MODELS"):
         ensure_model(model(), tmp_path, ignore)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Downloads that break: tried again from the byte where they broke off, or refused with one cause and what to do."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,14 @@ def test_a_gated_model_comes_with_its_token_which_is_shown_to_the_hub_alone(serv
     written = b"".join(path.read_bytes() for path in folder.iterdir())
     assert b"hf_secret" not in written
     assert "hf_secret" not in repr((events, hub.Hub("https://hub", "hf_secret")))
+
+
+def test_the_server_that_a_hub_sends_to_does_not_see_the_token(serve: Serve, tmp_path: Path) -> None:
+    elsewhere = serve()
+    handler = serve(elsewhere=os.environ["HF_ENDPOINT"], token="hf_secret")
+    folder = ensure_model(model(), tmp_path, ignore, token="hf_secret")
+    assert (folder / WEIGHTS).read_bytes() == FILES[WEIGHTS]
+    assert (set(handler.shown), set(elsewhere.shown)) == ({"Bearer hf_secret"}, {None})
 
 
 def test_a_hub_that_only_stalls_is_given_up_and_no_process_shows_the_token(
