@@ -20,7 +20,7 @@ from launcher.cli.base import (
     print_json,
 )
 from launcher.prepare import Options, chosen_profile, models_dir
-from launcher.profile import load_model, user_folder
+from launcher.profile import load_model, load_profile, user_folder
 
 if TYPE_CHECKING:
     from launcher.cleaning import Leftover
@@ -48,8 +48,9 @@ def fetch(
     """Bring a model's files and verify them; run again, it goes on where it was, or compares every byte.
 
     From the Hugging Face hub at the revision that the model's YAML pins (else its newest, which is recorded), or from
-    a folder that has config.json in it, in MODEL or in OWNER/NAME. A gated model needs a token: it is read from a file
-    and shown to the hub alone.
+    a folder: with config.json in it, in MODEL or in OWNER/NAME, or a cache of the Hugging Face libraries.
+
+    A gated model needs a token: it is read from a file and shown to the hub alone.
     """
     from launcher import service
     from launcher.cli.live import Live
@@ -167,7 +168,11 @@ def install_(
     if as_json:
         print_json(manifest)
         return
-    out.print(f"Installed. Start it with: make up PROFILE={manifest.profile}", markup=False)
+    own = load_profile(manifest.profile, user_folder(None))
+    words = [f"make up PROFILE={manifest.profile}"]
+    words += [f"MODEL={manifest.model}"] if manifest.model != own.model else []
+    words += [f"ARGS='--runtime {manifest.runtime}'"] if manifest.runtime != own.runtime else []
+    out.print(f"Installed. Start it with: {' '.join(words)}", markup=False)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Take a checkpoint from a folder, such as a USB disk: found, copied with a hash, read back."""
 
 import hashlib
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,22 +13,38 @@ from launcher.weights.events import RECORD, FetchEvent, Origin, Progress
 from launcher.weights.hub import is_needed
 
 _CHUNK_BYTES = 1 << 22
+_COMMIT = re.compile(r"^[0-9a-f]{40}$")
 
 
 def find(folder: Path, model: Model) -> Path:
-    """Return the folder of the model's files: this one, or the one in it that has the model's or repository's name.
+    """Return the folder of the model's files: this one, or one in it that is named after the model or the repository.
+
+    A cache of the Hugging Face libraries will do, too: the snapshot of the pinned revision is taken, else the newest.
 
     Raises:
         UsageError: there is none.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; give --from a folder, or the URL of a mirror of the hub")
-    candidates = (folder, folder / model.name, folder / model.repo, folder / model.repo.rpartition("/")[2])
+    cached = folder / f"models--{model.repo.replace('/', '--')}" / "snapshots"
+    candidates = (
+        folder,
+        folder / model.name,
+        folder / model.repo,
+        folder / model.repo.rpartition("/")[2],
+        *([cached / model.revision] if model.revision else sorted(cached.glob("*"), key=_age_s)),
+    )
     for candidate in candidates:
         if (candidate / "config.json").is_file():
             return candidate
     looked = ", ".join(str(candidate / "config.json") for candidate in candidates)
     raise UsageError(f"{folder}: no files of {model.name} in it; looked for {looked}")
+
+
+def recorded(source: Path, model: Model) -> Origin:
+    """Return what a source says about itself: its record, or the commit that a cache names its snapshots by."""
+    is_cached = source.parent.name == "snapshots" and _COMMIT.match(source.name)
+    return Origin.read(source) or Origin(repo=model.repo, revision=source.name if is_cached else None, files=())
 
 
 def listed(source: Path) -> tuple[ModelFile, ...]:
@@ -42,14 +59,12 @@ def listed(source: Path) -> tuple[ModelFile, ...]:
 
 
 def refuse_another(source: Path, model: Model) -> None:
-    """Refuse a folder whose record says that it is another model or revision.
+    """Refuse a folder that says that it is another model or revision.
 
     Raises:
         Refused: naming both.
     """
-    origin = Origin.read(source)
-    if origin is None:
-        return
+    origin = recorded(source, model)
     if origin.repo != model.repo:
         raise Refused(f"{source}: holds {origin.repo}; {model.name} is {model.repo}")
     if model.revision is not None and origin.revision not in (None, model.revision):
@@ -80,6 +95,10 @@ def copy(source: Path, files: tuple[ModelFile, ...], target: Path, progress: Pro
             raise Refused(f"{source / file.path}: sha256 {found}, its record says {file.sha256}; copy it there again")
         taken.append(file.model_copy(update={"sha256": found}))
     return tuple(taken)
+
+
+def _age_s(path: Path) -> float:
+    return -path.stat().st_mtime
 
 
 def _copied(source: Path, target: Path, tell: Callable[[int], None]) -> str:

@@ -163,8 +163,7 @@ def _from_folder(job: _Job, source: Path) -> Path:
     with durable.held(work, "another fetch of this model is under way"):
         job.progress(FetchEvent(note=f"{job.model.name} from {source} to {job.models_dir}"))
         taken = copying.copy(source, files, work, job.progress)
-        told = Origin.read(source) or Origin(repo=job.model.repo, files=())
-        return _finished(job, work, told.model_copy(update={"files": taken}))
+        return _finished(job, work, copying.recorded(source, job.model).model_copy(update={"files": taken}))
 
 
 def _from_package(job: _Job, pinned: str, python: Path) -> Path:

@@ -84,6 +84,22 @@ def test_another_model_or_revision_is_not_taken(disk: Path, tmp_path: Path) -> N
     assert ensure_model(model(revision=REVISION), tmp_path / "models", ignore, source=str(disk)).is_dir()
 
 
+def test_a_cache_of_the_hugging_face_libraries_gives_its_snapshot_and_revision(disk: Path, tmp_path: Path) -> None:
+    snapshots = tmp_path / "cache" / f"models--{REPO.replace('/', '--')}" / "snapshots"
+    for at, revision in enumerate(("a" * 40, REVISION)):
+        (snapshots / revision).mkdir(parents=True)
+        for name in FILES:
+            (snapshots / revision / name).symlink_to(disk / "tiny" / name)
+        os.utime(snapshots / revision, (at, at))
+    for wanted, revision in ((None, REVISION), ("a" * 40, "a" * 40)):
+        models = tmp_path / f"models of {revision}"
+        folder = ensure_model(model(revision=wanted), models, ignore, source=str(tmp_path / "cache"))
+        origin = Origin.read(folder)
+        assert origin is not None
+        assert origin.revision == revision
+        assert not (folder / "model.safetensors").is_symlink()
+
+
 def test_a_copy_that_broke_off_goes_on_with_the_files_that_miss(disk: Path, tmp_path: Path) -> None:
     work = tmp_path / "models" / ".tiny.copied.partial"
     work.mkdir(parents=True)
