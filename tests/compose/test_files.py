@@ -65,15 +65,16 @@ def test_a_service_starts_from_the_image_in_its_bundle(named_as_pinned: None, mo
 
     written = here("bundle", str(tmp_path / "out"), "--profile", "test-files", "--unpinned")
     assert written.returncode == 0, written.stdout + written.stderr
-    (image, base) = load_images(tmp_path / "out")
+    image, base = Manifest.read(tmp_path / "out").images
+    before = ids(image, base)
     docker("image", "rm", image, base)
     installed = there("bundle", "install", str(tmp_path / "out"))
     assert installed.returncode == 0, installed.stdout + installed.stderr
+    assert ids(image, base) == before
     try:
         up = there("up", "--profile", "test-files", "--unpinned")
         assert up.returncode == 0, up.stdout + up.stderr
         assert "Paris" in up.stdout
-        assert "build the image" not in up.stdout
     finally:
         there("down", "--profile", "test-files")
         for volume in cleaning.docker_volumes() or ():
@@ -81,8 +82,8 @@ def test_a_service_starts_from_the_image_in_its_bundle(named_as_pinned: None, mo
                 docker("volume", "rm", volume.name)
 
 
-def load_images(bundle: Path) -> tuple[str, ...]:
-    return Manifest.read(bundle).images
+def ids(*images: str) -> list[str]:
+    return docker("image", "inspect", "--format", "{{.Id}}", *images).stdout.split()
 
 
 @pytest.fixture
