@@ -49,8 +49,11 @@ CACHES = {
 ENTRYPOINT_FILE = "/run/graft/entrypoint.sh"
 FACTS_FILE = "/run/graft/facts.json"
 REPORTS_DIR = "/run/graft-reports"
-SECRETS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
-"""Files of the secrets folder, and the variables that the entrypoint exports from them."""
+SECRETS = {"api_key": "VLLM_API_KEY"}
+"""Files of the secrets folder, and the variables that the entrypoint exports from them.
+
+The hub's token is not among them: the server runs offline and has no use for it.
+"""
 START_INTERVAL_API = (1, 44)
 """Docker Engine API that first knows a health check's start_interval."""
 SHM_SIZE = "8gb"

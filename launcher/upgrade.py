@@ -19,7 +19,7 @@ from launcher.prepare import Options, host_facts, models_dir, planned
 from launcher.problems import Cause, Problem
 from launcher.profile import Profile, load_profile, user_folder
 from launcher.release import Release
-from launcher.render import NEXT
+from launcher.render import NEXT, SECRETS
 from launcher.runtime.compose import ComposeService
 from launcher.service import Reporter, Running, Started
 from launcher.service_files import store_secret
@@ -145,9 +145,10 @@ class _Next:
         self._service = state
 
     def __enter__(self) -> "_Next":
-        if self._service.secrets_dir.is_dir():
-            for path in self._service.secrets_dir.iterdir():
-                store_secret(self.state, path.name, path.read_text(encoding="utf-8"))
+        for name in SECRETS:
+            path = self._service.secrets_dir / name
+            if path.is_file():
+                store_secret(self.state, name, path.read_text(encoding="utf-8"))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

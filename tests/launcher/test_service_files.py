@@ -76,5 +76,5 @@ def test_a_secret_is_a_file_that_others_on_this_machine_cannot_reach(state: Serv
 
 
 def test_an_unknown_secret_is_refused(state: ServiceState) -> None:
-    with pytest.raises(ValueError, match="password: no such secret; there are api_key, hf_token"):
+    with pytest.raises(ValueError, match="password: no such secret; there are api_key"):
         store_secret(state, "password", "x")

@@ -2,7 +2,6 @@
 # Rendered by graft from the profile cpu: change that one, this file is written again.
 set -eu
 if [ -r /run/secrets/api_key ]; then VLLM_API_KEY=$(cat /run/secrets/api_key); export VLLM_API_KEY; fi
-if [ -r /run/secrets/hf_token ]; then HF_TOKEN=$(cat /run/secrets/hf_token); export HF_TOKEN; fi
 printf '%s\n' 'graft: exec vllm serve /models/smollm2-135m-instruct --host 0.0.0.0 --port 8000 --served-model-name smollm2-135m-instruct --dtype float32 --max-model-len 4096 --max-num-seqs 4 --max-num-batched-tokens 2048 --enable-prefix-caching --enforce-eager'
 exec vllm serve /models/smollm2-135m-instruct --host 0.0.0.0 --port 8000 \
   --served-model-name smollm2-135m-instruct \
