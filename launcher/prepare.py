@@ -183,13 +183,5 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def api_key(secrets_dir: Path) -> str | None:
     """Return the service's API key; None where it has none."""
-    return _secret(secrets_dir / "api_key")
-
-
-def hub_token(secrets_dir: Path) -> str | None:
-    """Return the token of the hub that is kept with a service; None where there is none."""
-    return _secret(secrets_dir / "hf_token")
-
-
-def _secret(path: Path) -> str | None:
+    path = secrets_dir / "api_key"
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
