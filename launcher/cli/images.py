@@ -22,7 +22,6 @@ from launcher.cli.base import (
 )
 from launcher.errors import CheckFailed
 from launcher.prepare import Options
-from launcher.service_files import write
 
 if TYPE_CHECKING:
     from launcher.images.base import Checked
@@ -99,6 +98,7 @@ def context(
     """Write what the image of each release is built from: Dockerfile, wheel, and the script of its manifest."""
     from launcher.images.base import ensure_digest
     from launcher.images.build import build_context
+    from launcher.service_files import write
 
     for pin in _pins(vllm):
         files = build_context(ensure_digest(pin, unpinned=unpinned).image())
