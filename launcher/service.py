@@ -2,14 +2,15 @@
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from launcher import engine_env, ready, release, reports, startlog
+from launcher import bring, engine_env, ready, release, reports, startlog
 from launcher.ask import Answer, is_healthy
+from launcher.bring import Reporter
 from launcher.diagnose import Diagnosis, diagnose
 from launcher.errors import GraftError, Refused, UsageError
 from launcher.evidence import ContainerState, Evidence, context_of
@@ -20,38 +21,16 @@ from launcher.images.pins import load_pins
 from launcher.memory import machine_key
 from launcher.plan import Plan
 from launcher.planner import Planned
-from launcher.prepare import Options, api_key, calibration_file, chosen_model, host_facts, models_dir, planned
+from launcher.prepare import Options, api_key, calibration_file, host_facts, models_dir, planned
 from launcher.profile import Profile
 from launcher.ready import NotReady
 from launcher.reports import Collected
 from launcher.runtime import RunState, Service
 from launcher.service_files import service_files, write
 from launcher.state import ServiceState, state_root
-from launcher.weights.events import FetchEvent, FileProgress
-from launcher.weights.fetch import ensure_model
-from launcher.weights.hub_token import stored_token
 
 if TYPE_CHECKING:
     from launcher.images.lock import Lock
-
-
-class Reporter(Protocol):
-    """Where the progress of a verb goes."""
-
-    def phase(self, name: str) -> None:
-        """Say that a phase begins."""
-
-    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None:
-        """Say how far the phase is, in `unit`: bytes, packages, shards."""
-
-    def files(self, files: Sequence[FileProgress]) -> None:
-        """Say how far each file is that is under way."""
-
-    def note(self, text: str) -> None:
-        """Say something that stays on the screen."""
-
-    def line(self, text: str) -> None:
-        """Pass on a line of the server's log, or of a build's output."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +223,7 @@ def prepared(
 
         # Before the plan that counts: the digest is part of it.
         ensure_digest(load_pins().of(first.vllm), unpinned=unpinned, locked_base=locked_base)
-    engine = fetch(options, profile, report)
+    engine = bring.fetch(options, profile, report)
     report.phase("plan")
     made = planned(options, profile, host_facts(profile))
     refuse(made.plan, force)
@@ -283,15 +262,6 @@ def down(profile_name: str) -> bool:
     return True
 
 
-def install(env: engine_env.EngineEnv, report: Reporter) -> None:
-    """Install what is missing of an environment, and say beforehand how much that downloads."""
-    report.phase("install")
-    if not engine_env.is_installed(env):
-        size_mb = engine_env.download_bytes(env) / 1e6
-        report.note(f"vLLM's environment goes into {env.folder.name}: up to {size_mb:.0f} MB to download.")
-    engine_env.ensure(env, lambda event: _tell_install(event, report))
-
-
 def curl(plan: Plan, base_url: str) -> str:
     """Return a command that asks the server one question when it is pasted into a shell."""
     body = {
@@ -325,36 +295,6 @@ def _service_of(plan: Plan, state: ServiceState) -> Service | None:
     from launcher.runtime.compose import ComposeService
 
     return ComposeService(state.compose_file, plan)
-
-
-def fetch(options: Options, profile: Profile, report: Reporter) -> engine_env.EngineEnv | None:
-    """Bring the engine and the model's files; return the engine's environment of the host runtime."""
-    runtime = options.runtime or profile.runtime
-    model = chosen_model(options, profile)
-    may_convert = model.package is not None and not (models_dir() / model.name).exists()
-    engine = engine_env.ENGINE if runtime == "host" or may_convert else None
-    if engine is not None:
-        install(engine, report)
-    report.phase("model")
-    token = stored_token(ServiceState.of(profile.name).secrets_dir)
-    ensure_model(model, models_dir(), lambda event: tell_fetch(event, report), token=token)
-    return engine
-
-
-def _tell_install(event: engine_env.InstallEvent, report: Reporter) -> None:
-    if event.done_bytes is not None and event.total_bytes:
-        report.progress(event.done_bytes, event.total_bytes, "bytes", event.detail)
-    elif event.done is not None and event.total:
-        report.progress(event.done, event.total, "packages", event.detail)
-
-
-def tell_fetch(event: FetchEvent, report: Reporter) -> None:
-    """Pass on how far the files of a model are."""
-    report.files(event.files)
-    if event.note:
-        report.note(event.note)
-    if event.done_bytes is not None and event.total_bytes:
-        report.progress(event.done_bytes, event.total_bytes, "bytes", event.detail)
 
 
 def start(made: Planned, engine: engine_env.EngineEnv | None, report: Reporter) -> Started:
@@ -393,28 +333,10 @@ def _started(made: Planned, engine: engine_env.EngineEnv | None, state: ServiceS
         return host.start(plan, models_dir() / plan.model, state, engine.vllm)
     from launcher.runtime.compose import ComposeService
 
-    bring_image(plan, state, report)
+    bring.bring_image(plan, state, report)
     service = ComposeService(state.compose_file, plan)
     service.start(report.line)
     return service
-
-
-def bring_image(plan: Plan, state: ServiceState, report: Reporter) -> None:
-    """Pull and build the image of a plan whose files are written, unless Docker has it.
-
-    Raises:
-        StartFailed: the base cannot be pulled, or the build failed.
-    """
-    from launcher.images import build
-
-    assert plan.image is not None
-    reference = build.tag(plan.image, build.build_wheel())
-    # An image that is there needs its base no more.
-    if not build.is_current(reference, plan.image.base):
-        report.phase("pull")
-        build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
-        report.phase("build")
-        build.rebuild(state.compose_file, report.line)
 
 
 def follow(service: Service, plan: Plan, state: ServiceState, report: Reporter) -> tuple[Answer, float]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from launcher import choice, ready, release, service
+from launcher import bring, choice, ready, release, service
 from launcher.ask import Answer
+from launcher.bring import Reporter
 from launcher.errors import GraftError, Refused, StartFailed, UsageError
 from launcher.images import build, lock
 from launcher.images.base import ensure_digest
@@ -21,7 +22,7 @@ from launcher.profile import Profile, load_profile, user_folder
 from launcher.release import Release
 from launcher.render import NEXT, SECRETS
 from launcher.runtime.compose import ComposeService
-from launcher.service import Reporter, Running, Started
+from launcher.service import Running, Started
 from launcher.service_files import store_secret
 from launcher.state import ServiceState
 
@@ -80,7 +81,7 @@ def upgrade(
     options = replace(options, model=options.model or old.plan.model, runtime=old.plan.runtime)
     report.phase("check")
     ensure_digest(load_pins().of(target.vllm), unpinned=unpinned)
-    service.fetch(options, target, report)
+    bring.fetch(options, target, report)
     former, expected = release.current(state), planned(options, target, host_facts(target)).plan
     if former is not None and former.lock.id == service.lock_of(expected, report).id:
         return None
@@ -168,7 +169,7 @@ class _Next:
     def build(self, made: Planned, report: Reporter) -> None:
         """Have the image before anything is stopped."""
         service.render(made)
-        service.bring_image(made.plan, self.state, report)
+        bring.bring_image(made.plan, self.state, report)
 
 
 def _against_a_second(made: Planned) -> tuple[Problem, ...]:

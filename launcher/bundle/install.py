@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from launcher import durable, engine_env
+from launcher.bring import Reporter, install, tell_fetch
 from launcher.bundle import images, layout, wheels
 from launcher.bundle.layout import Manifest
 from launcher.errors import CheckFailed, Refused, UsageError
@@ -14,7 +15,6 @@ from launcher.images.build import is_there
 from launcher.images.pins import record_digest
 from launcher.prepare import models_dir
 from launcher.profile import load_model, load_profile, user_folder
-from launcher.service import Reporter, install, tell_fetch
 from launcher.state import ServiceState
 from launcher.weights.fetch import ensure_model
 from launcher.weights.verify import sha256

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from launcher.bring import Reporter, bring_image, tell_fetch
 from launcher.bundle import images, layout, wheels
 from launcher.bundle.layout import Manifest
 from launcher.bundle.sink import FolderSink, Sink, TarSink, Writer
@@ -16,7 +17,7 @@ from launcher.images.build import build_wheel, tag
 from launcher.images.pins import load_pins
 from launcher.prepare import Options, chosen_model, host_facts, models_dir, planned
 from launcher.profile import Profile, user_folder
-from launcher.service import Reporter, bring_image, render, tell_fetch
+from launcher.service import render
 from launcher.state import CHECKOUT, ServiceState
 from launcher.weights.events import RECORD, Origin
 from launcher.weights.fetch import ensure_model

@@ -52,7 +52,7 @@ def fetch(
 
     A gated model needs a token: it is read from a file and shown to the hub alone.
     """
-    from launcher import service
+    from launcher.bring import tell_fetch
     from launcher.cli.live import Live
     from launcher.weights.events import Origin
     from launcher.weights.fetch import ensure_model, verify_model
@@ -70,12 +70,10 @@ def fetch(
             if source is not None:
                 live.note(f"{folder} is there already: it is compared, and nothing is taken from {source}.")
             live.phase("verify")
-            compared = verify_model(wanted, models_dir(), lambda event: service.tell_fetch(event, live))
+            compared = verify_model(wanted, models_dir(), lambda event: tell_fetch(event, live))
         else:
             live.phase("model")
-            ensure_model(
-                wanted, models_dir(), lambda event: service.tell_fetch(event, live), token=token, source=source
-            )
+            ensure_model(wanted, models_dir(), lambda event: tell_fetch(event, live), token=token, source=source)
     origin = Origin.read(folder)
     if as_json:
         print_json({"model": wanted.name, "folder": folder, "origin": origin})

@@ -191,13 +191,13 @@ def install(
     name: Annotated[str, typer.Argument(help="engine: vLLM for CPUs; vllm-0.33: vLLM 0.33.0's Python for tests.")],
 ) -> None:
     """Install an environment, or what is missing of it."""
-    from launcher import engine_env, service
+    from launcher import bring, engine_env
     from launcher.cli.live import Live
 
     if name not in engine_env.ENVIRONMENTS:
         raise UsageError(f"{name}: no such environment; there are {', '.join(engine_env.ENVIRONMENTS)}")
     with Live(out) as live:
-        service.install(engine_env.ENVIRONMENTS[name], live)
+        bring.install(engine_env.ENVIRONMENTS[name], live)
 
 
 def _running_name(profile: str | None) -> str:

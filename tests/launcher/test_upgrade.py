@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm_graft.fixes import FIXES
 
-from launcher import choice, engine_env, release, service, upgrade, upgrade_check
+from launcher import bring, choice, engine_env, release, service, upgrade, upgrade_check
 from launcher.ask import Answer
 from launcher.errors import GraftError, Refused, StartFailed, UsageError
 from launcher.images import build, lock
@@ -105,8 +105,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(service, "start", world.start)
     monkeypatch.setattr(service, "down", world.down)
     monkeypatch.setattr(service, "find", world.find)
-    monkeypatch.setattr(service, "fetch", lambda options, profile, report: None)
-    monkeypatch.setattr(service, "bring_image", lambda plan, state, report: world.events.append(f"build {plan.vllm}"))
+    monkeypatch.setattr(bring, "fetch", lambda options, profile, report: None)
+    monkeypatch.setattr(bring, "bring_image", lambda plan, state, report: world.events.append(f"build {plan.vllm}"))
     monkeypatch.setattr(service, "follow", lambda service, plan, state, report: (ANSWER, 1.0))
     monkeypatch.setattr(build, "is_there", lambda image: image not in world.images)
 
@@ -171,10 +171,10 @@ def test_the_candidate_has_the_services_secrets_and_a_port_of_its_own(
 ) -> None:
     seen: list[tuple[int, str]] = []
 
-    def bring(plan: Plan, candidate: ServiceState, report: object) -> None:
+    def look(plan: Plan, candidate: ServiceState, report: object) -> None:
         seen.append((plan.port, (candidate.secrets_dir / "api_key").read_text(encoding="utf-8")))
 
-    monkeypatch.setattr(service, "bring_image", bring)
+    monkeypatch.setattr(bring, "bring_image", look)
     move(world)
     ((port, key),) = seen
     assert port != world.profile.serve.port
