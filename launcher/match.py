@@ -103,7 +103,7 @@ def _differences(setup: GpuSetup, chosen: Sequence[Device]) -> tuple[tuple[str, 
 
 
 def _capability_gap(setup: GpuSetup, wrong: Sequence[Device]) -> int:
-    major, minor = _capability(setup)
+    major, minor = setup.capability
     own = [one.compute_capability for one in wrong if one.compute_capability is not None]
     return max((abs(10 * (one[0] - major) + one[1] - minor) for one in own), default=0)
 
@@ -115,7 +115,7 @@ def _memory_gap_mib(setup: GpuSetup, small: Sequence[Device], large: Sequence[De
 
 
 def _has_capability(device: Device, setup: GpuSetup) -> bool:
-    return device.compute_capability in (_capability(setup), None)
+    return device.compute_capability in (setup.capability, None)
 
 
 def _has_memory(device: Device, setup: GpuSetup) -> bool:
@@ -164,7 +164,7 @@ def _preference(one: Match) -> tuple[object, ...]:
     """The GPUs named first, then most GPUs, the newest architecture, the memory range that fits most closely."""
     setup = one.profile.gpu
     assert setup is not None
-    major, minor = _capability(setup)
+    major, minor = setup.capability
     width_mib = setup.max_memory_mib - setup.min_memory_mib
     return (not setup.uuids, -setup.count, -major, -minor, width_mib, one.profile.name)
 
@@ -176,11 +176,6 @@ def _no_gpu_reason(nvml: Nvml) -> str:
     if broken:
         return f"no usable NVIDIA GPU ({'; '.join(broken)})"
     return "no usable NVIDIA GPU (MIG mode without an instance)" if nvml.gpus else "no NVIDIA GPU"
-
-
-def _capability(setup: GpuSetup) -> tuple[int, int]:
-    major, minor = setup.compute_capability.split(".")
-    return int(major), int(minor)
 
 
 def _capabilities(chosen: Sequence[Device]) -> str:

@@ -160,19 +160,19 @@ def card_of(profile: Profile, devices: tuple[Device, ...], card: str | None) -> 
         FitError: the card asked for is neither a known name nor a size.
     """
     assert profile.gpu is not None
-    major, minor = profile.gpu.compute_capability.split(".")
+    own = profile.gpu.capability
     if card is not None:
-        return card_from_name_or_size(card, (int(major), int(minor)))
+        return card_from_name_or_size(card, own)
     known = [device for device in devices if device.total_mib is not None and device.free_mib is not None]
     if not known or len(known) < len(devices):
-        return card_from_name_or_size(profile.gpu.card, (int(major), int(minor)))
+        return card_from_name_or_size(profile.gpu.card, own)
     # The rank with the least memory decides for all.
     smallest = min(known, key=lambda device: device.total_mib or 0)
     return card_from_nvml(
         (smallest.total_mib or 0) * MIB,
         None,
         min(device.free_mib or 0 for device in known) * MIB,
-        min((one.compute_capability for one in known if one.compute_capability), default=(int(major), int(minor))),
+        min((one.compute_capability for one in known if one.compute_capability), default=own),
         smallest.name or smallest.uuid,
     )
 

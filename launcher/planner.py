@@ -32,7 +32,7 @@ from launcher.memory import (
 )
 from launcher.plan import GpuMode, Plan, Runtime, SelectedGpu
 from launcher.problems import Problem
-from launcher.profile import Model, Profile, Speculation
+from launcher.profile import Model, Profile, Speculation, capability_of
 
 TURBOQUANT_SPECULATION_FIX = "tq-spec-decode"
 """Without it, TurboQuant is right only in the flags-only safe mode."""
@@ -201,7 +201,7 @@ def _fixes(
     profile = inputs.profile
     run = _run_facts(inputs, geometry, speculation, "")
     capabilities = tuple(device.compute_capability for device in devices if device.compute_capability) or (
-        (_capability(profile.gpu.compute_capability),) if profile.gpu else ()
+        (profile.gpu.capability,) if profile.gpu else ()
     )
     situation = Situation(profile.vllm, run, capabilities)
     wanted = [fix for fix in FIXES if refusal(fix, situation) is None]
@@ -284,8 +284,8 @@ def demand_of(inputs: Inputs) -> Demand:
         tensor_parallel_size=profile.serve.tensor_parallel_size,
         gpus_asked=gpu.uuids if gpu else (),
         gpu_memory_utilization=profile.serve.gpu_memory_utilization,
-        compute_capability=_capability(gpu.compute_capability) if gpu else None,
-        min_compute_capability=_capability(model.min_compute_capability)
+        compute_capability=gpu.capability if gpu else None,
+        min_compute_capability=capability_of(model.min_compute_capability)
         if gpu and model.min_compute_capability
         else None,
         min_gpu_gib=gpu.min_memory_mib / 1024 if gpu else None,
@@ -405,8 +405,3 @@ def _processes(profile: Profile) -> tuple[tuple[str, ...], ...]:
 def _without_repeats(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
     """Keep the first problem of each cause: what the host check measured comes before what the memory plan derives."""
     return tuple({problem.cause: problem for problem in reversed(problems)}.values())[::-1]
-
-
-def _capability(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")
-    return int(major), int(minor)

@@ -39,6 +39,12 @@ KvCacheDtype = Literal[
 ]
 
 
+def capability_of(text: str) -> tuple[int, int]:
+    """Return a compute capability as NVML gives it, (8, 9) for "8.9"."""
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
 class Values(BaseModel):
     """Base of everything read from a YAML file."""
 
@@ -58,6 +64,11 @@ class GpuSetup(Values):
     """Largest total memory that the profile's numbers are made for."""
     uuids: tuple[str, ...] = ()
     """These GPUs and no others; empty: the matching ones with the most free memory."""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability as NVML gives it."""
+        return capability_of(self.compute_capability)
 
 
 class Speculation(Values):

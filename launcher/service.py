@@ -73,9 +73,7 @@ def find(profile_name: str) -> Running | None:
     Raises:
         UsageError: the folder's plan is not readable.
     """
-    state = ServiceState.of(profile_name)
-    plan = read_plan(state)
-    service = None if plan is None else _service_of(plan, state)
+    plan, service = _planned_service(profile_name)
     if plan is None or service is None:
         return None
     found = service.state()
@@ -146,9 +144,7 @@ def service_of(profile_name: str) -> Service:
     Raises:
         UsageError: it was not started.
     """
-    state = ServiceState.of(profile_name)
-    plan = read_plan(state)
-    service = None if plan is None else _service_of(plan, state)
+    _, service = _planned_service(profile_name)
     if service is None:
         raise UsageError(f"{profile_name}: not started; `make up PROFILE={profile_name}` starts it")
     return service
@@ -253,9 +249,7 @@ def refuse(plan: Plan, force: bool) -> None:
 
 def down(profile_name: str) -> bool:
     """Stop a service; False when there was none."""
-    state = ServiceState.of(profile_name)
-    plan = read_plan(state)
-    service = None if plan is None else _service_of(plan, state)
+    _, service = _planned_service(profile_name)
     if service is None or service.state().status == "absent":
         return False
     service.stop()
@@ -285,6 +279,13 @@ def diagnose_failure(failure: FailedStart) -> Diagnosis | None:
     container = None if state is None else ContainerState.model_validate(asdict(state))
     facts = probe([failure.plan.port], models_dir(), state_root())
     return diagnose(Evidence(log=log, context=context_of(failure.plan, facts, container)))
+
+
+def _planned_service(profile_name: str) -> tuple[Plan | None, Service | None]:
+    """Return the plan in a service's folder and the service; None for what was not made, or was taken away."""
+    state = ServiceState.of(profile_name)
+    plan = read_plan(state)
+    return plan, None if plan is None else _service_of(plan, state)
 
 
 def _service_of(plan: Plan, state: ServiceState) -> Service | None:
