@@ -145,6 +145,14 @@ def diagnosis_text(diagnosis: Diagnosis) -> Text:
     return Text.from_markup("\n".join(lines))
 
 
+def unknown_failure_text(last_words: Sequence[str]) -> Text:
+    """Return that something failed for a cause that no rule knows, and the last words."""
+    from launcher.diagnose import UNKNOWN_CAUSE
+
+    lines = [f"[bold red]{UNKNOWN_CAUSE}[/]", *(f"  [dim]|[/] {escape(line)}" for line in last_words)]
+    return Text.from_markup("\n".join(lines))
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:

@@ -258,24 +258,27 @@ def diagnose(
     file: Annotated[Path, typer.Argument(help="A log of the server, or a case file.")], as_json: JsonOption = False
 ) -> None:
     """Name the one cause that a log shows, and the one remedy; exit code 1 when it shows a failure."""
+    from launcher.diagnose import UNKNOWN_CAUSE, last_words, shows_failure
     from launcher.diagnose import diagnose as find_cause
-    from launcher.diagnose import last_words
     from launcher.evidence import evidence_from_file
-    from launcher.views import diagnosis_text
+    from launcher.views import diagnosis_text, unknown_failure_text
 
     evidence = evidence_from_file(file)
     found = find_cause(evidence)
+    failed = found is not None or shows_failure(evidence)
+    words = last_words(evidence)
     if as_json:
         nothing = {"cause": None, "remedy": None, "restart_helps": None}
-        print_json(found if found is not None else nothing)
+        unknown = {"message": UNKNOWN_CAUSE, "excerpt": words} if failed else {}
+        print_json(found if found is not None else nothing | unknown)
     elif found is not None:
         out.print(diagnosis_text(found))
+    elif failed:
+        out.print(unknown_failure_text(words))
     else:
-        out.print("No known failure. The last lines that are not notices:")
-        for line in last_words(evidence):
-            out.print(f"  {line}", markup=False)
-    if found is not None:
-        raise CheckFailed(found.cause)
+        out.print("No failure.")
+    if failed:
+        raise CheckFailed(found.cause if found is not None else "unknown cause")
 
 
 @app.command()

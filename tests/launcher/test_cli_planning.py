@@ -229,6 +229,18 @@ def test_a_log_is_diagnosed_and_ends_with_1(graft: Graft, tmp_path: Path) -> Non
     assert graft("diagnose", tmp_path / "none.log").exit_code == 2
 
 
+def test_a_failure_of_unknown_cause_ends_with_1_and_the_last_words(graft: Graft, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("INFO: hello\nTraceback (most recent call last):\nKeyError: 'new'\n", encoding="utf-8")
+    ended = graft("diagnose", log)
+    assert ended.exit_code == 1
+    assert "unknown cause: no rule knows this failure" in ended.out
+    assert "KeyError: 'new'" in ended.out
+    ended = graft("diagnose", log, "--json")
+    assert (ended.exit_code, ended.document["cause"]) == (1, None)
+    assert ended.document["excerpt"][-1] == "KeyError: 'new'"
+
+
 @pytest.mark.parametrize("kind", ["profile", "model"])
 def test_the_schemas_are_printed(graft: Graft, kind: str) -> None:
     assert graft("schema", kind).document["type"] == "object"
