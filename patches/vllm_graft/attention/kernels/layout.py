@@ -1,6 +1,6 @@
 """The packed slot that TurboQuant keeps for one token and one KV head: what is where, as data.
 
-vLLM 0.33.0 is the layout's truth: `TurboQuantConfig` for the sizes, `triton_turboquant_store` for the order of the bits.
+vLLM 0.33.0 is the layout's truth: `TurboQuantConfig` for sizes, `triton_turboquant_store` for the order of the bits.
 
     [ key codes | key norm, fp16, MSE keys only | value codes | value scale, fp16 | value zero, fp16 | padding to even ]
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 E4M3_IN_FP16 = 2.0**-8
-"""An e4m3 byte b read as the fp16 bits (b & 0x80) << 8 | (b & 0x7f) << 7 is its value times this, subnormals included."""
+"""An e4m3 byte b read as fp16 bits (b & 0x80) << 8 | (b & 0x7f) << 7 is its value times this, subnormals included."""
 
 
 @dataclass(frozen=True)
