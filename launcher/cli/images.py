@@ -25,7 +25,7 @@ from launcher.prepare import Options
 
 if TYPE_CHECKING:
     from launcher.images.base import Checked
-    from launcher.images.pins import Pin
+    from launcher.images.pins import ImagePin, Pin
     from launcher.profile import Profile
     from launcher.upgrade_check import Memory, Preview
 
@@ -45,13 +45,16 @@ def show(context: typer.Context, as_json: JsonOption = False) -> None:
 
     found = load_pins()
     if as_json:
-        print_json(found.pins)
+        print_json(found.images)
         return
     for pin in found.pins:
         out.print(f"[bold]{pin.vllm}[/] ({pin.role}) {pin.base}", highlight=False)
         out.print(f"  digest: {pin.digest or 'not known yet; `graft pins resolve` reads it from the registry'}")
         details = {"CUDA": pin.cuda, "driver at least": pin.min_driver, "Python": pin.python, "torch": pin.torch}
         out.print(f"  {', '.join(f'{name} {value}' for name, value in details.items() if value)}")
+    for beside in found.services.values():
+        out.print(f"[bold]{beside.name}[/] {beside.base}", highlight=False)
+        out.print(f"  digest: {beside.digest or 'not known yet'}")
 
 
 @pins_app.command()
@@ -61,7 +64,7 @@ def resolve(vllm: VllmArgument = None, as_json: JsonOption = False) -> None:
     from launcher.images.registry import RegistryError
 
     resolved, failed = [], []
-    for pin in _pins(vllm):
+    for pin in _images(vllm):
         try:
             resolved.append(base.resolve(pin))
         except RegistryError as error:
@@ -69,7 +72,7 @@ def resolve(vllm: VllmArgument = None, as_json: JsonOption = False) -> None:
     if as_json:
         print_json(resolved)
     for pin in () if as_json else resolved:
-        out.print(f"{pin.vllm}: {pin.base} is {pin.digest}", markup=False)
+        out.print(f"{pin.key}: {pin.base} is {pin.digest}", markup=False)
     if failed:
         raise CheckFailed("\n".join(failed))
 
@@ -79,12 +82,12 @@ def check(vllm: VllmArgument = None, as_json: JsonOption = False) -> None:
     """Compare each known digest with the registry; a tag that has moved is reported, and not followed."""
     from launcher.images import base
 
-    found = [base.check(pin) for pin in _pins(vllm)]
+    found = [base.check(pin) for pin in _images(vllm)]
     if as_json:
         print_json(found)
     for one in () if as_json else found:
         out.print(_check_line(one), markup=False)
-    bad = [f"{one.pin.vllm} {one.state}" for one in found if one.state != "same"]
+    bad = [f"{one.pin.key} {one.state}" for one in found if one.state != "same"]
     if bad:
         raise CheckFailed(f"not as pinned: {', '.join(bad)}")
 
@@ -107,7 +110,13 @@ def context(
 
 
 def _check_line(one: "Checked") -> str:
-    return f"{one.pin.vllm}: {one.state}: {one.message}"
+    return f"{one.pin.key}: {one.state}: {one.message}"
+
+
+def _images(vllm: str | None) -> "tuple[ImagePin, ...]":
+    from launcher.images.pins import load_pins
+
+    return load_pins().images if vllm is None else _pins(vllm)
 
 
 def _pins(vllm: str | None) -> "tuple[Pin, ...]":

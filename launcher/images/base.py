@@ -5,7 +5,7 @@ from typing import Literal
 
 from launcher.errors import Refused
 from launcher.images import build, registry
-from launcher.images.pins import Pin, record_digest
+from launcher.images.pins import ImagePin, P, record_digest
 
 State = Literal["same", "moved", "gone", "unresolved", "unknown"]
 
@@ -14,14 +14,14 @@ State = Literal["same", "moved", "gone", "unresolved", "unknown"]
 class Checked:
     """How a pin's digest compares with the registry."""
 
-    pin: Pin
+    pin: ImagePin
     state: State
     tagged: str | None
     """Digest that the tag names now."""
     message: str
 
 
-def ensure_digest(pin: Pin, *, unpinned: bool, locked_base: str | None = None) -> Pin:
+def ensure_digest(pin: P, *, unpinned: bool, locked_base: str | None = None) -> P:
     """Return the pin with its digest: the known one, else that of an earlier pull, else the registry's, recorded.
 
     Args:
@@ -51,18 +51,18 @@ def ensure_digest(pin: Pin, *, unpinned: bool, locked_base: str | None = None) -
     return pin.model_copy(update={"digest": digest})
 
 
-def _no_digest(pin: Pin, why: str, *, is_here: bool) -> str:
+def _no_digest(pin: ImagePin, why: str, *, is_here: bool) -> str:
     lines = [
         f"{pin.base}: its digest is not known, and a tag alone can come to name another image.",
         f"  {why}",
-        "  -> Run `graft pins resolve` once with network, or write `digest:` for this release in images/pins.yaml.",
+        "  -> Run `graft pins resolve` once with network, or write its `digest:` in images/pins.yaml.",
     ]
     if is_here:
         lines.append("  -> The image here came from no registry; --unpinned takes it as it is.")
     return "\n".join(lines)
 
 
-def resolve(pin: Pin) -> Pin:
+def resolve(pin: P) -> P:
     """Return the pin with its digest, read from the registry and recorded unless it is known already.
 
     Raises:
@@ -75,7 +75,7 @@ def resolve(pin: Pin) -> Pin:
     return pin.model_copy(update={"digest": digest})
 
 
-def check(pin: Pin) -> Checked:
+def check(pin: ImagePin) -> Checked:
     """Compare a pin's digest with the registry; changes nothing."""
     if pin.digest is None:
         return Checked(pin, "unresolved", None, "no digest is known; `graft pins resolve` reads it")
@@ -96,7 +96,7 @@ def check(pin: Pin) -> Checked:
     )
 
 
-def _without_tag(pin: Pin) -> Checked:
+def _without_tag(pin: ImagePin) -> Checked:
     try:
         registry.resolve(pin.reference)
     except registry.NotInRegistry:

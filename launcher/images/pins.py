@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -23,17 +23,42 @@ Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 Reference = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._/:-]*:[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
-class Pin(BaseModel):
-    """One vLLM release and the image that carries it."""
+class ImagePin(BaseModel):
+    """An image that is known by its digest as soon as that was read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    vllm: Release
-    role: Literal["current", "previous"]
     base: Reference
     """Repository and tag."""
     digest: Digest | None = None
     """Of the image index or manifest that the tag named; None until it was read."""
+
+    @property
+    def reference(self) -> str:
+        """What to pull and to build from: the digest where it is known, since a tag can come to name another image."""
+        return self.base if self.digest is None else f"{self.base.rpartition(':')[0]}@{self.digest}"
+
+    @property
+    def key(self) -> str:
+        """What the file calls it."""
+        raise NotImplementedError
+
+
+class ServicePin(ImagePin):
+    """The image of a service beside vLLM, run as it is."""
+
+    name: str
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+
+class Pin(ImagePin):
+    """One vLLM release and the image that carries it."""
+
+    vllm: Release
+    role: Literal["current", "previous"]
     cuda: Version | None = None
     python: Version
     min_driver: Version | None = None
@@ -41,9 +66,8 @@ class Pin(BaseModel):
     unpacked_gib: Annotated[float, Field(gt=0)] | None = None
 
     @property
-    def reference(self) -> str:
-        """What to pull and to build from: the digest where it is known, since a tag can come to name another image."""
-        return self.base if self.digest is None else f"{self.base.rpartition(':')[0]}@{self.digest}"
+    def key(self) -> str:
+        return self.vllm
 
     def image(self) -> Image:
         """Return the pin as the plan holds it."""
@@ -52,13 +76,23 @@ class Pin(BaseModel):
         )
 
 
+P = TypeVar("P", bound=ImagePin)
+
+
 class Pins(BaseModel):
     """All pins, in the order of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pins: tuple[Pin, ...]
+    services: dict[str, ServicePin] = Field(default_factory=dict)
+    """Images of the services beside vLLM, by the service's name."""
     source: str
+
+    @property
+    def images(self) -> tuple[ImagePin, ...]:
+        """Every pinned image, vLLM's first."""
+        return (*self.pins, *self.services.values())
 
     @property
     def current(self) -> Pin:
@@ -89,12 +123,16 @@ def load_pins(path: Path = PINS_FILE, lock: Path | None = None) -> Pins:
     shown = display_path(path)
     document = _mapping(path, shown)
     recorded = _recorded(lock or lock_file())
+    beside = document.pop("services", None) or {}
+    if not isinstance(beside, dict):
+        raise UsageError(f"{shown}: services: a mapping of images is needed, got {type(beside).__name__}")
+    services = {str(name): _service_pin(str(name), values, recorded, shown) for name, values in beside.items()}
     pins = tuple(_pin(str(vllm), values, recorded, shown) for vllm, values in document.items())
     if len(pins) > MOST_PINS:
         raise UsageError(f"{shown}: {len(pins)} releases; keep the current and the previous one, at most {MOST_PINS}")
     if [pin.role for pin in pins].count("current") != 1:
         raise UsageError(f"{shown}: role: exactly one release is the current one")
-    return Pins(pins=pins, source=shown)
+    return Pins(pins=pins, services=services, source=shown)
 
 
 def lock_file() -> Path:
@@ -123,13 +161,21 @@ def _mapping(path: Path, shown: str) -> dict[Any, Any]:
 
 
 def _pin(vllm: str, values: Any, recorded: dict[str, str], shown: str) -> Pin:
+    return _read(Pin, {"vllm": vllm}, values, recorded, f"{shown}: {vllm}")
+
+
+def _service_pin(name: str, values: Any, recorded: dict[str, str], shown: str) -> ServicePin:
+    return _read(ServicePin, {"name": name}, values, recorded, f"{shown}: services.{name}")
+
+
+def _read(kind: type[P], own: dict[str, str], values: Any, recorded: dict[str, str], where: str) -> P:
     if not isinstance(values, dict):
-        raise UsageError(f"{shown}: {vllm}: a mapping is needed, got {type(values).__name__}")
+        raise UsageError(f"{where}: a mapping is needed, got {type(values).__name__}")
     digest = values.get("digest", recorded.get(str(values.get("base"))))
     try:
-        return Pin.model_validate({**values, "vllm": vllm, "digest": digest})
+        return kind.model_validate({**values, **own, "digest": digest})
     except ValidationError as error:
-        lines = (f"{shown}: {vllm}.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        lines = (f"{where}.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise UsageError("\n".join(lines)) from error
 
 

@@ -157,9 +157,11 @@ def run(*arguments: str) -> tuple[str, Exception | None]:
 
 
 def test_the_commands_resolve_show_and_check(registry_says: Callable[[Answers], None]) -> None:
-    registry_says({TAG: DIGEST, "vllm/vllm-openai:v0.32.0": OFFLINE})
+    beside = {pin.base: OTHER for pin in load_pins().services.values()}
+    registry_says({TAG: DIGEST, "vllm/vllm-openai:v0.32.0": OFFLINE, **beside})
     output, error = run("pins", "resolve")
     assert f"0.33.0: {TAG} is {DIGEST}" in output
+    assert f"prometheus: {load_pins().services['prometheus'].base} is {OTHER}" in output
     assert isinstance(error, CheckFailed)
     assert "cannot be reached" in str(error)
     assert f"digest: {DIGEST}" in run("pins")[0]
