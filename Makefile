@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help fetch bundle up down logs status ask render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test generated clean
+.PHONY: help fetch bundle up down logs status ask verify render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test generated clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ status: install ## Say what runs, and whether it is healthy
 
 ask: install ## Ask the running model: make ask Q="What is the capital of France?"
 	@$(GRAFT) ask $(OPTIONS) $(ARGS) -- "$$Q"
+
+verify: install ## Check tool calls, prefix cache and context of the running service (ARGS=--quick)
+	@$(GRAFT) verify $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS)
 
 fetch: install ## Bring a model's files and verify them (MODEL=... ARGS="--from FOLDER")
 	@$(GRAFT) fetch $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS) -- $(MODEL)

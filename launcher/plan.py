@@ -102,6 +102,11 @@ class Plan(PlanPart):
         """Digest of the plan that every fix report carries."""
         return str(self.facts["run_id"])
 
+    @property
+    def can_call_tools(self) -> bool:
+        """Whether the server reads tool calls from the model's text."""
+        return any(flag.name == "--enable-auto-tool-choice" for flag in self.flags)
+
     def argv(self) -> tuple[str, ...]:
         """Return the flags as arguments of `vllm serve`, without model path, --host and --port."""
         return tuple(

@@ -28,6 +28,10 @@ _NAMES = {
     "capture": "capture CUDA graphs",
     "serve": "serve",
     "canary": "ask a question",
+    "tool-calls": "call tools",
+    "shared-prefix": "repeat with a shared prefix",
+    "needles": "find needles",
+    "equality": "compare with the reference",
 }
 _STEP_S = 10.0
 """Without a screen: seconds between two lines about one phase."""

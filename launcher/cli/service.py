@@ -116,7 +116,7 @@ def logs(
     """Print the service's log."""
     from launcher import service
 
-    one = service.service_of(_running_name(profile))
+    one = service.service_of(running_name(profile))
     if not follow:
         for line in one.log():
             out.print(line, markup=False)
@@ -164,7 +164,7 @@ def ask(
 
     if not question.strip():
         raise UsageError('nothing was asked; write make ask Q="What is the capital of France?"')
-    name = _running_name(profile)
+    name = running_name(profile)
     running = service.find(name)
     if running is None:
         raise UsageError(f"{name}: not started; `make up PROFILE={name}` starts it")
@@ -200,7 +200,12 @@ def install(
         bring.install(engine_env.ENVIRONMENTS[name], live)
 
 
-def _running_name(profile: str | None) -> str:
+def running_name(profile: str | None) -> str:
+    """Return the profile named, else the one that runs.
+
+    Raises:
+        UsageError: none is named, and not one runs.
+    """
     from launcher import service
 
     if profile:

@@ -39,11 +39,16 @@ class Ladder:
     planned_tokens: int
     """Context that it climbs to, the reply included."""
     cells: tuple[Cell, ...]
+    climbs_to_tokens: int
+    """Longest step."""
     holds_tokens: int
-    """Longest step below which, and at which, every number came back; 0 for none."""
-    climbed: bool
-    """Whether the longest step was reached and held."""
+    """Longest step up to which every number came back; 0 for none."""
     failures: tuple[Failure, ...]
+
+    @property
+    def climbed(self) -> bool:
+        """Whether the longest step was reached and held."""
+        return self.holds_tokens == self.climbs_to_tokens
 
 
 def steps(longest_tokens: int, shortest_tokens: int = SHORTEST_TOKENS) -> tuple[int, ...]:
@@ -100,7 +105,7 @@ def climb(
         if failures:
             break
         holds_tokens = length
-    return Ladder(planned_tokens, tuple(cells), holds_tokens, holds_tokens == lengths[-1], tuple(failures))
+    return Ladder(planned_tokens, tuple(cells), lengths[-1], holds_tokens, tuple(failures))
 
 
 def _tell(on_done: Callable[[int, int, str], None], before: int, total: int, what: str, done: int) -> None:
