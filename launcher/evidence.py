@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from launcher import yamltext
 from launcher.errors import UsageError
 from launcher.host.facts import HostFacts
 from launcher.logtext import LogText
+from launcher.observed import Known, MemoryHolder, ModelFileState, Observed
 from launcher.plan import Plan
-
-
-class Known(BaseModel):
-    """Base of what is known; facts that no rule asks for are left out."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, coerce_numbers_to_str=True)
 
 
 class ContainerState(Known):
@@ -47,23 +42,6 @@ class GpuState(Known):
     error: str | None = None
 
 
-class MemoryHolder(Known):
-    """A process of this machine that is a server of vLLM or holds GPU memory."""
-
-    pid: int
-    name: str | None = None
-    gpu: int | None = None
-    used_mib: int | None = None
-    ppid: int | None = None
-
-
-class OtherContainer(Known):
-    """A container that is not the server's."""
-
-    name: str
-    status: str | None = None
-
-
 class PortListener(Known):
     """Who listens on a TCP port."""
 
@@ -71,35 +49,6 @@ class PortListener(Known):
     process: str | None = None
     pid: int | None = None
     container: str | None = None
-
-
-class Download(Known):
-    """How far the download of the model's files is."""
-
-    bytes_done: int | None = None
-    bytes_total: int | None = None
-    seconds_without_bytes: float = 0.0
-
-
-class HealthCheck(Known):
-    """The health check in force, seconds."""
-
-    interval_s: float
-    retries: int
-    start_period_s: float = 0.0
-
-    @property
-    def gives_up_after_s(self) -> float:
-        """Seconds from the start of the container until it is called unhealthy."""
-        return self.start_period_s + self.interval_s * self.retries
-
-
-class ModelFileState(Known):
-    """A file of the checkpoint: its size and the size that it should have, bytes."""
-
-    name: str
-    size: int | None = None
-    expected: int | None = None
 
 
 class VllmArgs(Known):
@@ -118,15 +67,7 @@ class VllmArgs(Known):
         return None if value == "auto" else value
 
 
-class Metrics(Known):
-    """Counters of the server's /metrics."""
-
-    requests_running: float | None = Field(default=None, alias="vllm:num_requests_running")
-    generation_tokens_300s: float | None = Field(default=None, alias="vllm:generation_tokens_total_delta_300s")
-    """Tokens generated in the last 300 s."""
-
-
-class Context(Known):
+class Context(Observed):
     """What the launcher knows besides the log."""
 
     profile: str | None = None
@@ -136,40 +77,22 @@ class Context(Known):
     image: str | None = None
     image_cuda: str | None = None
     image_min_driver: str | None = None
-    image_unpacked_gib: float | None = None
     gpus: tuple[GpuState, ...] = ()
     driver: str | None = None
     cuda_driver: str | None = None
     """Newest CUDA version that the driver runs."""
     nvml_error: str | None = None
-    kernel_module_version: str | None = None
-    library_version: str | None = None
-    host_processes: tuple[MemoryHolder, ...] = ()
-    other_containers: tuple[OtherContainer, ...] = ()
-    toolkit_installed: bool | None = None
     wsl: bool | None = None
     wsl_version: int | None = None
     host_memory_gib: float | None = None
-    shm_size_mib: float | None = None
     docker_root: str | None = None
     docker_root_free_gib: float | None = None
     models_free_gib: float | None = None
-    model_bytes_gib: float | None = None
-    model_files: tuple[ModelFileState, ...] = ()
-    model_files_expected: int | None = None
-    download: Download | None = None
-    hf_token: str | None = None
-    """`present`, `absent` or None; never the token."""
-    mounts: tuple[str, ...] = ()
     container: ContainerState | None = None
-    container_user: str | None = None
     container_env: dict[str, str] = Field(default_factory=dict)
     cache_key: str | None = None
     """What the mounted compile cache was made with."""
     cache_owner: str | None = None
-    healthcheck: HealthCheck | None = None
-    metrics: Metrics | None = None
-    seconds_since_last_stats_line: float | None = None
     port: int | None = None
     listeners: tuple[PortListener, ...] = ()
     vllm_args: VllmArgs = VllmArgs()
@@ -284,9 +207,15 @@ def _context(document: object, path: Path) -> Context:
         raise UsageError(f"{path}: {where}: got {first['input']!r}; {first['msg']}") from error
 
 
-def context_of(plan: Plan | None, facts: HostFacts | None, container: ContainerState | None = None) -> Context:
-    """Return what the plan and the facts of this machine say, for a diagnosis of the service."""
-    return Context.model_validate({"container": container, **_planned(plan), **_found(plan, facts)})
+def context_of(
+    plan: Plan | None,
+    facts: HostFacts | None,
+    container: ContainerState | None = None,
+    observed: Observed | None = None,
+) -> Context:
+    """Return what the plan, the facts of this machine and a look at the service say, for its diagnosis."""
+    looked_at = {} if observed is None else observed.model_dump(exclude_unset=True)
+    return Context.model_validate({"container": container, **_planned(plan), **_found(plan, facts), **looked_at})
 
 
 def _planned(plan: Plan | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Collect the fix reports of a start: required fixes are in wherever they belong, and the processes agree."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_graft.fixes import FIXES
@@ -57,7 +57,12 @@ def refusal(log: str, plan: Plan) -> FixNotApplied | None:
 
 def read(service: Service) -> list[ProcessReport]:
     """Return the reports in the server's log."""
-    return parse_lines("\n".join(service.log()))
+    return parsed(service.log())
+
+
+def parsed(log: Iterable[str]) -> list[ProcessReport]:
+    """Return the reports in the lines of a log."""
+    return parse_lines("\n".join(log))
 
 
 def applied(reports: Sequence[ProcessReport], plan: Plan) -> tuple[str, ...]:

@@ -2,26 +2,31 @@
 
 import json
 import shlex
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher import bring, engine_env, ready, release, reports, startlog
+from launcher import bring, circumstances, engine_env, ready, release, reports, startlog
 from launcher.ask import Answer, is_healthy
 from launcher.bring import Reporter
-from launcher.diagnose import Diagnosis, diagnose
+from launcher.canary import Canary, canary_of
+from launcher.diagnose import Diagnosis, diagnose, shows_failure
 from launcher.errors import GraftError, Refused, UsageError
-from launcher.evidence import ContainerState, Evidence, context_of
+from launcher.evidence import Evidence
 from launcher.fit import calibration
 from launcher.fit.calibration import Comparison
+from launcher.host.facts import HostFacts
 from launcher.host.probe import probe
 from launcher.images.pins import load_pins
 from launcher.memory import machine_key
+from launcher.operate.service_state import ServiceStatus, StateFile
 from launcher.plan import Plan
 from launcher.planner import Planned
 from launcher.prepare import Options, api_key, calibration_file, host_facts, models_dir, planned
+from launcher.problems import Problem
 from launcher.profile import Profile
 from launcher.ready import NotReady
 from launcher.reports import Collected
@@ -65,6 +70,8 @@ class FailedStart(GraftError):
         self.plan = plan
         self.log_file = log_file
         self.state = state
+        self.problem: Problem | None = getattr(error, "problem", None)
+        """Cause and remedy where the canary knows them."""
 
 
 def find(profile_name: str) -> Running | None:
@@ -94,10 +101,21 @@ class Status:
     """Fixes that the server's processes reported as applied."""
     fix_problems: tuple[str, ...]
     """What stands against the fixes: processes that did not report, required fixes that are not in."""
+    operating: ServiceStatus
+    """What keeper and watchdog say."""
+    evidence: Evidence | None
+    """What was looked at, where something seems wrong."""
+    diagnosis: Diagnosis | None
+    """The cause, where something is wrong and a rule knows it."""
 
     @property
     def is_good(self) -> bool:
-        return self.is_healthy and not self.fix_problems
+        return self.is_healthy and not self.fix_problems and self.diagnosis is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Something failed, whether or not a rule knows the cause."""
+        return self.diagnosis is not None or (self.evidence is not None and shows_failure(self.evidence))
 
 
 def status(profile_name: str) -> Status | None:
@@ -105,7 +123,13 @@ def status(profile_name: str) -> Status | None:
     running = find(profile_name)
     if running is None:
         return None
-    found = reports.read(service_of(profile_name))
+    service, state = service_of(profile_name), ServiceState.of(profile_name)
+    log = tuple(service.log())
+    found = reports.parsed(log)
+    operating = StateFile(state.operate_dir).read()
+    evidence = None
+    if not running.is_healthy or _seems_to_hang(operating):
+        evidence = evidence_of_service(running.plan, state, log, running.state)
     return Status(
         plan=running.plan,
         base_url=running.base_url,
@@ -113,7 +137,25 @@ def status(profile_name: str) -> Status | None:
         is_healthy=running.is_healthy,
         applied=reports.applied(found, running.plan),
         fix_problems=tuple(reports.problems(found, running.plan)),
+        operating=operating,
+        evidence=evidence,
+        diagnosis=None if evidence is None else diagnose(evidence),
     )
+
+
+def evidence_of_service(
+    plan: Plan, state: ServiceState, log: Sequence[str], run: RunState | None, facts: HostFacts | None = None
+) -> Evidence:
+    """Return what a diagnosis of a service is made from."""
+    facts = facts or probe([plan.port], models_dir(), state_root())
+    # Rendered with each start.
+    since_s = state.plan_file.stat().st_mtime if state.plan_file.is_file() else None
+    return circumstances.evidence_of(plan, state, facts, log, run, since_s)
+
+
+def _seems_to_hang(operating: ServiceStatus) -> bool:
+    metrics = circumstances.metrics_of(operating, time.time())
+    return metrics is not None and metrics.generation_tokens_300s == 0
 
 
 def started_profiles() -> tuple[str, ...]:
@@ -260,7 +302,7 @@ def curl(plan: Plan, base_url: str) -> str:
     """Return a command that asks the server one question when it is pasted into a shell."""
     body = {
         "model": plan.served_name,
-        "messages": [{"role": "user", "content": ready.Canary.question}],
+        "messages": [{"role": "user", "content": Canary.question}],
         "temperature": 0,
     }
     secret = ServiceState.of(plan.profile).secrets_dir / "api_key"
@@ -273,12 +315,11 @@ def curl(plan: Plan, base_url: str) -> str:
 
 def diagnose_failure(failure: FailedStart) -> Diagnosis | None:
     """Return the one cause of a failed start; None where no rule knows it."""
-
+    if failure.problem is not None:
+        return Diagnosis.of(failure.problem, rule="canary")
     log = failure.log_file.read_text(encoding="utf-8") if failure.log_file else str(failure)
-    state = failure.state
-    container = None if state is None else ContainerState.model_validate(asdict(state))
-    facts = probe([failure.plan.port], models_dir(), state_root())
-    return diagnose(Evidence(log=log, context=context_of(failure.plan, facts, container)))
+    state = ServiceState.of(failure.plan.profile)
+    return diagnose(evidence_of_service(failure.plan, state, log.splitlines(), failure.state))
 
 
 def _planned_service(profile_name: str) -> tuple[Plan | None, Service | None]:
@@ -346,7 +387,8 @@ def follow(service: Service, plan: Plan, state: ServiceState, report: Reporter) 
     Raises:
         NotReady: the server ended, hangs, or answers wrongly.
     """
-    for event in ready.follow(service, plan.served_name, api_key=api_key(state.secrets_dir)):
+    canary = canary_of(plan)
+    for event in ready.follow(service, plan.served_name, api_key=api_key(state.secrets_dir), canary=canary):
         match event:
             case ready.PhaseStarted():
                 report.phase(event.phase)

@@ -58,3 +58,8 @@ class ServiceState:
     def process_file(self) -> Path:
         """Written by the host runtime: pid, start time of the process, port, run id."""
         return self.root / "process.json"
+
+    @property
+    def operate_dir(self) -> Path:
+        """What keeper, watchdog and gateway share: `service.json`, events, last words; others write here too."""
+        return self.root / "operate" / "shared"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from launcher.diagnose import Diagnosis
     from launcher.fit.advice import TargetAdvice
+    from launcher.operate.service_state import ServiceStatus
     from launcher.planner import Planned
 
 _MARK = {True: "[green]yes[/]", False: "[red]no[/]", None: "[yellow]unknown[/]"}
@@ -143,6 +144,24 @@ def diagnosis_text(diagnosis: Diagnosis) -> Text:
     helps = "can help" if diagnosis.restart_helps else "does not help"
     lines.append(f"Starting again unchanged {helps}.")
     return Text.from_markup("\n".join(lines))
+
+
+def operating_lines(status: ServiceStatus, now_s: float) -> list[str]:
+    """Return what keeper and watchdog say of a service, one sentence a line; nothing where all is as it should be."""
+    lines = []
+    if status.is_degraded:
+        lines.append(
+            f"Degraded: {status.reason or 'smaller settings are in force'}. `graft up` returns to the planned ones."
+        )
+    elif status.phase in ("restarting", "stopped"):
+        lines.append(f"{status.phase.capitalize()}: {status.reason}.")
+    if status.remedy and status.phase == "stopped":
+        lines.append(f"-> {status.remedy}")
+    if status.next_start_s is not None and status.next_start_s > now_s:
+        lines.append(f"The engine is started again in {status.next_start_s - now_s:.0f} s.")
+    if status.restarts:
+        lines.append(f"Started again {status.restarts} time(s) since `graft up`.")
+    return lines
 
 
 def unknown_failure_text(last_words: Sequence[str]) -> Text:

@@ -293,11 +293,20 @@ def say_failure(failure: "service.FailedStart") -> None:
 
 
 def _say_status(one: "service.Status") -> None:
+    from launcher.views import diagnosis_text, operating_lines, unknown_failure_text
+
     mark = "[green]healthy[/]" if one.is_good else "[red]not healthy[/]"
     out.print(f"{one.plan.profile}: {mark}, {one.state.status}, {one.plan.served_name} at {one.base_url}")
     for problem in one.fix_problems:
         out.print(f"  {problem}", markup=False)
     out.print(f"  Fixes applied: {', '.join(one.applied) or 'none'}.")
+    for line in operating_lines(one.operating, time.time()):
+        out.print(f"  {line}", markup=False)
+    if one.evidence is not None and one.has_failed:
+        from launcher.diagnose import last_words
+
+        words = last_words(one.evidence)
+        out.print(diagnosis_text(one.diagnosis) if one.diagnosis is not None else unknown_failure_text(words))
 
 
 def _status_json(one: "service.Status") -> dict[str, Any]:
@@ -310,6 +319,8 @@ def _status_json(one: "service.Status") -> dict[str, Any]:
         "run_id": one.plan.run_id,
         "fixes_applied": one.applied,
         "fix_problems": one.fix_problems,
+        "operating": one.operating,
+        "diagnosis": one.diagnosis,
     }
 
 

@@ -40,6 +40,12 @@ class ServiceStatus(BaseModel):
     """How often the engine was started again since `graft up`."""
     memory_deaths: int = 0
     """How often it ended for lack of memory since `graft up`."""
+    looked_s: float | None = None
+    """When the watchdog looked last; None where none has."""
+    progress_s: float | None = None
+    """When the watchdog last saw the engine work, or have nothing to do."""
+    requests_running: int = 0
+    """At the watchdog's last look."""
 
     @property
     def is_degraded(self) -> bool:

@@ -88,6 +88,11 @@ def endings(container_id: str, since: str, until: str) -> tuple[str, ...]:
     return ("docker", "events", "--since", since, "--until", until, *chosen, "--format", "{{json .}}")
 
 
+def running() -> tuple[str, ...]:
+    """List the ids of all running containers."""
+    return ("docker", "container", "ls", "--no-trunc", "--format", "{{.ID}}")
+
+
 @dataclass(frozen=True)
 class Finished:
     """A command that ran to its end; its two streams are one, in the order in which they were written."""
@@ -136,6 +141,33 @@ def _start(argv: tuple[str, ...]) -> subprocess.Popen[bytes]:
 def _clean_lines(raw: bytes) -> list[str]:
     text = _COLOURS.sub("", raw.decode("utf-8", errors="replace"))
     return [line for line in _LINE_ENDS.split(text) if line]
+
+
+def container_of(profile: str) -> dict[str, Any] | None:
+    """Return Docker's description of a profile's server; None where there is none, or Docker does not answer."""
+    found = _described(inspect(render.project_name(profile)))
+    return found[0] if found else None
+
+
+def running_containers() -> tuple[dict[str, Any], ...]:
+    """Return Docker's descriptions of all running containers; none where it does not answer."""
+    try:
+        listed = run(running())
+    except StartFailed:
+        return ()
+    ids = listed.lines if listed.exit_code == 0 else ()
+    return tuple(_described(("docker", "container", "inspect", *ids))) if ids else ()
+
+
+def _described(argv: tuple[str, ...]) -> list[dict[str, Any]]:
+    try:
+        finished = run(argv)
+    except StartFailed:
+        return []
+    if finished.exit_code != 0:
+        return []
+    found: list[dict[str, Any]] = json.loads("\n".join(finished.lines))
+    return found
 
 
 class ComposeService:

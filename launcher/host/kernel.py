@@ -1,0 +1,79 @@
+"""The kernel's log, and the NVIDIA driver as the kernel and the libraries know it."""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+KMSG = Path("/dev/kmsg")
+MODULE_VERSION = Path("/proc/driver/nvidia/version")
+LIBRARY_DIRS = (
+    Path("/usr/lib/x86_64-linux-gnu"),
+    Path("/usr/lib/aarch64-linux-gnu"),
+    Path("/usr/lib64"),
+    Path("/usr/lib"),
+    Path("/usr/lib/wsl/lib"),
+    Path("/run/opengl-driver/lib"),
+)
+_RECORD_BYTES = 8192
+"""The kernel's own limit on one record (Documentation/ABI/testing/dev-kmsg)."""
+
+
+def log(since_s: float | None = None, device: Path = KMSG) -> str | None:
+    """Return the kernel's messages; None where this user may not read them.
+
+    Args:
+        since_s: leave out what was logged before, seconds since the epoch.
+    """
+    try:
+        descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    # The records carry the time since boot.
+    boot_s = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
+    earliest_us = 0.0 if since_s is None else (since_s - boot_s) * 1e6
+    try:
+        return "\n".join(message for at_us, message in _records(descriptor) if at_us >= earliest_us)
+    except PermissionError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _records(descriptor: int) -> Iterator[tuple[int, str]]:
+    """Yield time (microseconds since boot) and text of each record: `priority,number,time,flags;text`."""
+    while True:
+        try:
+            record = os.read(descriptor, _RECORD_BYTES)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # Overwritten before it was read; the next read goes on with the oldest that is left.
+            continue
+        if not record:
+            return
+        head, _, text = record.decode("utf-8", errors="replace").partition(";")
+        fields = head.split(",")
+        if len(fields) >= 3 and fields[2].isdigit():
+            yield int(fields[2]), text.partition("\n")[0]
+
+
+def module_version(path: Path = MODULE_VERSION) -> str | None:
+    """Return the version of the NVIDIA driver that the kernel has loaded."""
+    try:
+        found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*\d)", path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def library_version(folders: Sequence[Path] = LIBRARY_DIRS) -> str | None:
+    """Return the version in the file name of the NVML library, where there is exactly one such file."""
+    versions = {
+        path.name.removeprefix("libnvidia-ml.so.")
+        for folder in folders
+        for path in folder.glob("libnvidia-ml.so.*.*")
+        if path.name.removeprefix("libnvidia-ml.so.").replace(".", "").isdigit()
+    }
+    return versions.pop() if len(versions) == 1 else None
