@@ -2,16 +2,22 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Generic, TypeVar
 
+from launcher import canary as canary_of_start
 from launcher import startlog
-from launcher.ask import Answer, AskFailed, ask, is_healthy
+from launcher.ask import Answer, AskFailed, is_healthy
+from launcher.canary import Canary
 from launcher.errors import StartFailed
+from launcher.problems import Problem
 from launcher.runtime import RunState, Service, Work
 from launcher.startlog import Phase
+
+_Result = TypeVar("_Result")
 
 POLL_INTERVAL_S = 0.2
 STATE_INTERVAL_S = 1.0
@@ -19,18 +25,6 @@ WORK_INTERVAL_S = 10.0
 LAST_LINES = 20
 DYING_S = 2.0
 """A server that broke off an answer may need so long to end."""
-
-
-@dataclass(frozen=True)
-class Canary:
-    """The question whose answer shows that the tokens are right, not only that there are some."""
-
-    question: str = "What is the capital of France?"
-    expected: str = "Paris"
-    """Must stand in the answer, in any case."""
-    max_tokens: int = 256
-    timeout_s: float = 300.0
-    """Longest silence: the first request may compile kernels."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +78,20 @@ Event = PhaseStarted | Progress | LogLine | CanaryAsked | Ready
 class NotReady(StartFailed):
     """A start that ended without a right answer."""
 
-    def __init__(self, what: str, lines: tuple[str, ...] = (), state: RunState | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        lines: tuple[str, ...] = (),
+        state: RunState | None = None,
+        problem: Problem | None = None,
+    ) -> None:
         super().__init__("\n".join((what, *(f"  {line}" for line in lines))))
         self.what = what
         self.lines = lines
         """The first error in the log, else its last lines."""
         self.state = state
+        self.problem = problem
+        """Cause and remedy where the canary knows them; None: the log has to tell."""
 
 
 @dataclass
@@ -194,7 +196,7 @@ def follow(
     served_name: str,
     *,
     api_key: str | None = None,
-    canary: Canary = Canary(),
+    canary: Canary | None = None,
     limits: Limits = Limits(),
 ) -> Iterator[Event]:
     """Yield what happens from the start of the server to `Ready`, the last event.
@@ -204,6 +206,7 @@ def follow(
     Raises:
         NotReady: the server ended or was restarted, hangs, or gave a wrong answer.
     """
+    canary = canary or Canary()
     now = time.monotonic()
     follower = _Follower(service, limits, started_s=now, last_line_s=now)
     yield PhaseStarted("start", 0.0)
@@ -219,58 +222,59 @@ def follow(
     yield from follower.enter("serve")
     yield from follower.enter("canary")
     yield CanaryAsked(canary.question)
-    inquiry = _Inquiry(service.base_url, served_name, api_key, canary)
+    server = (service.base_url, served_name, api_key, canary)
+    answer = yield from _watched(follower, f"answer {canary.question!r}", lambda: canary_of_start.answer(*server))
+    _refuse(canary_of_start.answer_problem(canary, answer))
+    if canary.calls_tools:
+        yield CanaryAsked("a tool call, whole and streamed")
+        replies = yield from _watched(follower, "call a tool", lambda: canary_of_start.call(*server))
+        _refuse(canary_of_start.call_problem(canary, replies))
+    yield Ready(answer, time.monotonic() - follower.started_s)
+
+
+class _Inquiry(threading.Thread, Generic[_Result]):
+    """A request, beside the loop that watches whether the server is still alive."""
+
+    def __init__(self, ask: Callable[[], _Result]) -> None:
+        super().__init__(daemon=True, name="canary")
+        self._ask = ask
+        self.result: _Result | None = None
+        self.failure: AskFailed | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self._ask()
+        except AskFailed as error:
+            self.failure = error
+
+
+def _watched(follower: _Follower, what: str, ask: Callable[[], _Result]) -> Generator[Event, None, _Result]:
+    """Ask while watching the server; return what it answered.
+
+    Raises:
+        NotReady: it ended, hangs, or gave no answer.
+    """
+    inquiry = _Inquiry(ask)
     inquiry.start()
     while inquiry.is_alive():
         yield from follower.look()
         inquiry.join(POLL_INTERVAL_S)
     # The server may have died over the question: then its end is the reason, not the broken answer before it.
-    given_up_s = time.monotonic() + (DYING_S if inquiry.answer is None else 0.0)
+    given_up_s = time.monotonic() + (DYING_S if inquiry.result is None else 0.0)
     while True:
         follower.state_asked_s = float("-inf")
         yield from follower.look()
         if time.monotonic() >= given_up_s:
             break
         time.sleep(POLL_INTERVAL_S)
-    yield Ready(_judged(inquiry, canary, follower), time.monotonic() - follower.started_s)
+    if inquiry.result is None:
+        raise NotReady(f"the server did not {what}: {inquiry.failure}", startlog.first_error(follower.lines))
+    return inquiry.result
 
 
-class _Inquiry(threading.Thread):
-    """The canary's request, beside the loop that watches whether the server is still alive."""
-
-    def __init__(self, base_url: str, served_name: str, api_key: str | None, canary: Canary) -> None:
-        super().__init__(daemon=True, name="canary")
-        self._ask = (base_url, served_name, api_key, canary)
-        self.answer: Answer | None = None
-        self.failure: AskFailed | None = None
-
-    def run(self) -> None:
-        base_url, served_name, api_key, canary = self._ask
-        try:
-            self.answer = ask(
-                base_url,
-                canary.question,
-                model=served_name,
-                api_key=api_key,
-                max_tokens=canary.max_tokens,
-                timeout_s=canary.timeout_s,
-                thinking=False,
-            )
-        except AskFailed as error:
-            self.failure = error
-
-
-def _judged(inquiry: _Inquiry, canary: Canary, follower: _Follower) -> Answer:
-    answer = inquiry.answer
-    if answer is None:
-        lines = startlog.first_error(follower.lines)
-        raise NotReady(f"the server did not answer {canary.question!r}: {inquiry.failure}", lines)
-    if canary.expected.casefold() not in answer.text.casefold():
-        raise NotReady(
-            f"wrong answer to {canary.question!r}: got {answer.text!r}; it must contain {canary.expected!r}. "
-            "The server runs and computes wrong tokens: do not use it"
-        )
-    return answer
+def _refuse(problem: Problem | None) -> None:
+    if problem is not None:
+        raise NotReady(problem.message, problem=problem)
 
 
 def save_log(service: Service, logs_dir: Path) -> Path:

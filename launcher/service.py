@@ -316,7 +316,15 @@ def curl(plan: Plan, base_url: str) -> str:
 def diagnose_failure(failure: FailedStart) -> Diagnosis | None:
     """Return the one cause of a failed start; None where no rule knows it."""
     if failure.problem is not None:
-        return Diagnosis.of(failure.problem, rule="canary")
+        found = failure.problem
+        return Diagnosis(
+            cause=found.cause,
+            rule="canary",
+            message=found.message,
+            remedy=found.remedy,
+            excerpt=(),
+            restart_helps=False,
+        )
     log = failure.log_file.read_text(encoding="utf-8") if failure.log_file else str(failure)
     state = ServiceState.of(failure.plan.profile)
     return diagnose(evidence_of_service(failure.plan, state, log.splitlines(), failure.state))
