@@ -69,6 +69,11 @@ class Plugin:
             if report.error:
                 raise RequiredFixError(report.error)
             self.report = report
+            if report.roles == (Process.API_SERVER,):
+                # Imported here: no other process serves metrics.
+                from vllm_graft.metrics import export
+
+                export(report, settings.reports)
 
     def after_fork(self) -> None:
         """Decide again in a forked child of vLLM, which is another process with another role.
