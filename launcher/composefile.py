@@ -80,8 +80,11 @@ class Service(Part):
     pull_policy: Literal["never"] | None = None
     build: Build | None = None
     container_name: str | None = None
+    profiles: tuple[str, ...] = ()
+    """Compose profiles; a service with some starts only when one of them is asked for."""
     depends_on: dict[str, Dependency] = Field(default_factory=dict)
-    entrypoint: tuple[str, ...]
+    entrypoint: tuple[str, ...] = ()
+    """Empty: the image's own."""
     command: tuple[str, ...] | None = None
     environment: dict[str, str] = Field(default_factory=dict)
     secrets: tuple[str, ...] = ()
