@@ -1,0 +1,174 @@
+"""Attention of a prompt's chunk to a packed cached prefix and to itself, in a workspace of fixed size.
+
+The prefix is dequantized tile by tile into one small buffer and attended to without a mask; the chunk's own keys and
+values are attended to as they are, causally; the parts are merged by their log-sum-exp in FP32.  A long chunk is cut
+into blocks of queries, since partial outputs need memory too.  The attention itself is a parameter: flash attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vllm_graft.attention.kernels.dequantize import dequantize
+from vllm_graft.attention.kernels.layout import SlotLayout
+from vllm_graft.attention.kernels.merge import merge
+from vllm_graft.attention.kernels.rotation import rotate, step
+
+WORKSPACE_BYTES = 62 * 2**20
+_ROWS = 64  # queries that one program of flash attention serves at head size 256
+_MIN_TILE_TOKENS = 2048  # below it a tile takes longer to launch than to compute
+
+
+class Attention(Protocol):
+    """Attention of query [T, heads, D] to key and value [S, KV heads, D]; causal is aligned to the last of both.
+
+    Returns the output [T, heads, D], which is `out` where the function can write there, and the natural logarithm of
+    the softmax's denominator, FP32 [heads, T].
+    """
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        out: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What sizes the workspace: the heads of one rank, bytes of an element of model and tile, keys rotated or not."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    rotated: bool
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes for one query: the output over one tile, the FP32 output so far, both log-sum-exps, its rotation."""
+        return self.heads * (self.head_size * (2 + 4 + (2 if self.rotated else 0)) + 4)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes for one cached token in the tile: key and value of two bytes an element."""
+        return 2 * 2 * self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Queries of a block and cached tokens of a tile."""
+
+    queries: int
+    tokens: int
+
+
+def tiling(shape: Shape, queries: int, cached: int, slots: int) -> Tiling:
+    """Cut a chunk of so many queries over so many cached tokens; `slots` programs of flash attention run at a time.
+
+    Blocks of queries are as large as memory allows and fill whole waves of programs, since a last wave that is half
+    empty costs as much as a full one.  What the block leaves of the workspace is the tile's.
+    """
+    most = (WORKSPACE_BYTES - _MIN_TILE_TOKENS * shape.token_bytes) // shape.query_bytes // _ROWS * _ROWS
+    most = max(most, _ROWS)
+    if queries <= most:
+        block = queries
+    else:
+        block = max(range(_ROWS, most + 1, _ROWS), key=lambda rows: (_filled(shape.heads * rows // _ROWS, slots), rows))
+    left = WORKSPACE_BYTES - _up(block, _ROWS) * shape.query_bytes
+    return Tiling(block, min(_up(cached, _ROWS), max(left // shape.token_bytes // _ROWS * _ROWS, _ROWS)))
+
+
+def _filled(programs: int, slots: int) -> float:
+    """The share of slots that are in use, over whole waves of programs."""
+    return programs / _up(programs, slots)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def supports(shape: Shape) -> str | None:
+    """Why the workspace does not suffice for this shape, or None."""
+    needed = _ROWS * (shape.query_bytes + shape.token_bytes)
+    if needed > WORKSPACE_BYTES:
+        return f"{shape.heads} heads of {shape.head_size} need {needed} bytes for {_ROWS} tokens"
+    return None
+
+
+def attend_to_prefix(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cached: int,
+    centroids: torch.Tensor,
+    layout: SlotLayout,
+    *,
+    scale: float,
+    attention: Attention,
+    workspace: torch.Tensor,
+    slots: int,
+    out: torch.Tensor,
+) -> None:
+    """Write to `out` [T, heads, D] the attention of a chunk to its prefix of `cached` > 0 tokens and to itself.
+
+    `query` [T, heads, D], `key` and `value` [T, KV heads, D] are the chunk's, `cache` and `block_table` as for
+    `dequantize`.  `workspace` is uint8 of WORKSPACE_BYTES; `slots` is how many programs of `attention` run at a time.
+    """
+    tokens, heads, head_size = query.shape
+    shape = Shape(heads, key.shape[1], head_size, rotated=not layout.key_is_fp8)
+    cut = tiling(shape, tokens, cached, slots)
+    room = _Carver(workspace)
+    tile_shape = (cut.tokens, shape.kv_heads, head_size)
+    tile_dtype = torch.float16 if shape.rotated else query.dtype
+    tile_key, tile_value = room.take(tile_shape, tile_dtype), room.take(tile_shape, tile_dtype)
+    block_shape = (cut.queries, heads, head_size)
+    partial, total = room.take(block_shape, tile_dtype), room.take(block_shape, torch.float32)
+    rotated = room.take(block_shape, tile_dtype) if shape.rotated else query
+    tile_scale = scale * head_size**-0.5 / step(head_size) if shape.rotated else scale
+    for start, stop in _pieces(tokens, cut.queries):
+        block = query[start:stop]
+        here = out[start:stop]
+        so_far, lse = attention(block, key[:stop], value[:stop], causal=True, scale=scale, out=here)
+        if shape.rotated:
+            block = rotated[: stop - start]
+            rotate(query[start:stop], block)
+        for first, last in _pieces(cached, cut.tokens):
+            keys, values = tile_key[: last - first], tile_value[: last - first]
+            dequantize(cache, block_table, centroids, first, keys, values, layout)
+            part, part_lse = attention(block, keys, values, causal=False, scale=tile_scale, out=partial[: stop - start])
+            merged = here if last == cached else total[: stop - start]
+            merge(so_far, lse, part, part_lse, merged, lse)
+            so_far = merged
+
+
+def _pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
+
+
+class _Carver:
+    """Takes tensors from one buffer, one after the other."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._at = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        start = _up(self._at, 256)
+        if start + size > self._buffer.numel():
+            raise ValueError(f"{start + size} bytes do not fit into a workspace of {self._buffer.numel()}")
+        self._at = start + size
+        return self._buffer[start : start + size].view(dtype).view(shape)
