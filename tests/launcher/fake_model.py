@@ -62,6 +62,8 @@ def obedient(messages: list[dict[str, Any]]) -> Said:
         return Said(calls=((found[1], json.dumps({"path": json.loads(found[2]), "code": found[3]})),))
     chained = text.split(" Then call ")[0] if " = the id that " in text else text
     calls = [(found[1], _arguments(chained, found.end())) for found in re.finditer(r"[Cc]all (\w+) with ", chained)]
+    if not calls:
+        return Said("Once upon a time.")
     return Said(calls=tuple((name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls))
 
 
@@ -84,11 +86,16 @@ def count(body: dict[str, Any]) -> int:
 class FakeModel(BaseHTTPRequestHandler):
     """Serves one model; subclasses set what differs."""
 
+    protocol_version = "HTTP/1.1"
+    # Header and body in one packet: a second small one waits 40 ms for the first to be acknowledged.
+    wbufsize = -1
     spoil: ClassVar[Callable[[Said, Asked], Said]] = staticmethod(lambda said, asked: said)
     refuse: ClassVar[Callable[[Asked], tuple[int, str] | None]] = staticmethod(lambda asked: None)
     max_model_len: ClassVar[int | None] = 16384
     owner: ClassVar[str] = "vllm"
     has_tokenize: ClassVar[bool] = True
+    lead: ClassVar[float] = 3.99
+    """Of the best token, in nats."""
     api_key: ClassVar[str | None] = None
     asked: ClassVar[list[Asked]] = []
     lock: ClassVar[threading.Lock] = threading.Lock()
@@ -141,7 +148,7 @@ class FakeModel(BaseHTTPRequestHandler):
         if body.get("return_token_ids"):
             choice["token_ids"] = [ord(one) for one in raw]
         if body.get("logprobs"):
-            best = [{"logprob": -0.01}, {"logprob": -4.0}]
+            best = [{"logprob": -0.01}, {"logprob": -0.01 - self.lead}]
             choice["logprobs"] = {"content": [{"top_logprobs": best} for _ in raw]}
         self._json(200, {"choices": [choice], "usage": usage})
 
