@@ -26,7 +26,7 @@ _FRAMES = (
 
 def filler(words: Words, chars: int) -> list[str]:
     """Return sentences of about so many characters in all, none of which names a locker."""
-    pool = words.distinct(_POOL_WORDS)
+    pool = words.pool(_POOL_WORDS)
     sentences: list[str] = []
     length = 0
     while length < chars:

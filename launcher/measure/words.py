@@ -39,12 +39,21 @@ class Words:
 
     def word(self, shortest: int = 2, longest: int = 3) -> str:
         """Return a word of so many syllables, such as `tamoru`."""
-        while True:
-            syllables = self.rng.randint(shortest, longest)
-            text = "".join(self.rng.choice(_CONSONANTS) + self.rng.choice(_VOWELS) for _ in range(syllables))
-            text += self.rng.choice(_ENDINGS)
-            if split_of(text) == self.split:
-                return text
+        while split_of(text := self._any_word(shortest, longest)) != self.split:
+            pass
+        return text
+
+    def pool(self, count: int) -> tuple[str, ...]:
+        """Return so many different words of any split: of what nobody is asked for."""
+        found: dict[str, None] = {}
+        while len(found) < count:
+            found[self._any_word(2, 3)] = None
+        return tuple(found)
+
+    def _any_word(self, shortest: int, longest: int) -> str:
+        syllables = self.rng.randint(shortest, longest)
+        text = "".join(self.rng.choice(_CONSONANTS) + self.rng.choice(_VOWELS) for _ in range(syllables))
+        return text + self.rng.choice(_ENDINGS)
 
     def distinct(self, count: int, shortest: int = 2, longest: int = 3) -> tuple[str, ...]:
         """Return so many different words."""
