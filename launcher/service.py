@@ -118,8 +118,12 @@ class Status:
         return self.diagnosis is not None or (self.evidence is not None and shows_failure(self.evidence))
 
 
-def status(profile_name: str) -> Status | None:
-    """Return the state of a profile's service; None where none was started."""
+def status(profile_name: str, facts: HostFacts | None = None) -> Status | None:
+    """Return the state of a profile's service; None where none was started.
+
+    Args:
+        facts: of this machine; None: it is probed where something seems wrong.
+    """
     running = find(profile_name)
     if running is None:
         return None
@@ -129,7 +133,7 @@ def status(profile_name: str) -> Status | None:
     operating = StateFile(state.operate_dir).read()
     evidence = None
     if not running.is_healthy or _seems_to_hang(operating):
-        evidence = evidence_of_service(running.plan, state, log, running.state)
+        evidence = evidence_of_service(running.plan, state, log, running.state, facts)
     return Status(
         plan=running.plan,
         base_url=running.base_url,

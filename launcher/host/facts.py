@@ -51,6 +51,32 @@ class Gpu(Fact):
     error: str | None = None
 
 
+HeldBackBy = Literal[
+    "idle",
+    "clocks set by the user",
+    "power limit",
+    "hardware slowdown",
+    "sync boost",
+    "heat (software)",
+    "heat (hardware)",
+    "power brake",
+    "display clocks",
+]
+
+
+class GpuClocks(Fact):
+    """How fast a GPU runs at one moment."""
+
+    uuid: str
+    sm_mhz: int | None = None
+    max_sm_mhz: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    held_back_by: tuple[HeldBackBy, ...] | None = None
+    """Why the clocks are below their maximum; None where the card does not tell."""
+
+
 class Nvml(Fact):
     """The NVML library's answers; `error` set means that it could not be used at all."""
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launcher.host.facts import Gpu, GpuProcess, MigDevice, Nvml
+from launcher.host.facts import Gpu, GpuClocks, GpuProcess, HeldBackBy, MigDevice, Nvml
 
 _T = TypeVar("_T")
 
@@ -22,6 +22,19 @@ _MIB = 1024 * 1024
 _P2P_READ = 0
 # nvmlGpuP2PStatus_t in order, by the short names of `nvidia-smi topo -p2p`.
 _P2P_STATUS = ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U")
+
+# nvmlClocksEventReason*: https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
+_HELD_BACK_BY: dict[int, HeldBackBy] = {
+    0x01: "idle",
+    0x02: "clocks set by the user",
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
 
 
 def read(driver_dirs: Sequence[Path] = DRIVER_DIRS, proc_gpus: Path = PROC_GPUS) -> Nvml:
@@ -40,6 +53,41 @@ def read(driver_dirs: Sequence[Path] = DRIVER_DIRS, proc_gpus: Path = PROC_GPUS)
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def clocks(driver_dirs: Sequence[Path] = DRIVER_DIRS) -> tuple[GpuClocks, ...]:
+    """Return how fast each GPU runs at this moment and what holds it back; empty where NVML cannot be used."""
+    import pynvml
+
+    _preload(driver_dirs)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        handles = (_handle(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+        return tuple(_clocks(pynvml, handle) for handle in handles if not isinstance(handle, pynvml.NVMLError))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _clocks(nvml: Any, handle: Any) -> GpuClocks:
+    # The older name of the call: every driver has it.
+    reasons = _ask(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    power_mw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    limit_mw = _ask(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    return GpuClocks(
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        sm_mhz=_ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        max_sm_mhz=_ask(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
+        temperature_c=_ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power_mw is None else power_mw / 1000,
+        power_limit_w=None if limit_mw is None else limit_mw / 1000,
+        held_back_by=None if reasons is None else tuple(name for bit, name in _HELD_BACK_BY.items() if reasons & bit),
+    )
 
 
 def _preload(driver_dirs: Sequence[Path]) -> None:

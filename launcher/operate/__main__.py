@@ -6,6 +6,7 @@ from importlib import import_module
 PROGRAMS = {
     "keep": "launcher.operate.keeper",
     "watch": "launcher.operate.watchdog",
+    "p2p": "launcher.operate.p2p",
     "gateway": "launcher.operate.gateway.main",
 }
 """Each module has `main(argv: Sequence[str]) -> int`."""

@@ -197,3 +197,34 @@ status nvmlDeviceGetP2PStatus(const card *one, const card *two, uint index, uint
     *result = here()->p2p;
     return SUCCESS;
 }
+
+/* Of the machines' cards, those with ECC tell why their clocks are low. */
+status nvmlDeviceGetCurrentClocksThrottleReasons(const card *device, ull *reasons) {
+    if (!device->has_ecc) return NOT_SUPPORTED;
+    *reasons = 0x44;  /* power limit, heat (hardware) */
+    return SUCCESS;
+}
+
+status nvmlDeviceGetClockInfo(const card *device, uint type, uint *mhz) {
+    (void)device;
+    if (type != 1) return INVALID_ARGUMENT;  /* SM */
+    *mhz = 1410;
+    return SUCCESS;
+}
+
+status nvmlDeviceGetMaxClockInfo(const card *device, uint type, uint *mhz) {
+    (void)device;
+    if (type != 1) return INVALID_ARGUMENT;
+    *mhz = 2100;
+    return SUCCESS;
+}
+
+status nvmlDeviceGetTemperature(const card *device, uint sensor, uint *celsius) {
+    (void)device;
+    if (sensor != 0) return INVALID_ARGUMENT;  /* GPU */
+    *celsius = 71;
+    return SUCCESS;
+}
+
+status nvmlDeviceGetPowerUsage(const card *device, uint *mw) { (void)device; *mw = 349500; return SUCCESS; }
+status nvmlDeviceGetEnforcedPowerLimit(const card *device, uint *mw) { (void)device; *mw = 350000; return SUCCESS; }

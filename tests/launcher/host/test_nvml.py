@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.facts import Gpu, GpuProcess, MigDevice, Nvml
+from launcher.host.facts import Gpu, GpuClocks, GpuProcess, MigDevice, Nvml
 
 HERE = Path(__file__).parent
 READ = """
@@ -19,6 +19,12 @@ from pathlib import Path
 from launcher.host import nvml
 dirs = [Path(one) for one in sys.argv[2:]]
 print(nvml.read(driver_dirs=dirs, proc_gpus=Path(sys.argv[1])).model_dump_json())
+"""
+
+CLOCKS = """
+import json
+from launcher.host import nvml
+print(json.dumps([one.model_dump() for one in nvml.clocks()]))
 """
 
 Reader = Callable[..., Nvml]
@@ -141,3 +147,21 @@ def test_a_library_outside_the_loaders_path_is_found_in_the_drivers_folder(read:
 def test_a_library_that_does_not_load_is_an_error_in_the_facts(read: Reader, tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_text("not a library", encoding="utf-8")
     assert read("one_card", tmp_path, on_loader_path=False).error == "NVML Shared Library Not Found"
+
+
+@pytest.mark.parametrize(
+    ("machine", "held_back_by"), [("mig", ("power limit", "heat (hardware)")), ("one_card", None), ("no_driver", ())]
+)
+def test_clocks_are_read_with_what_holds_them_back(
+    library_dir: Path, machine: str, held_back_by: tuple[str, ...] | None
+) -> None:
+    env = {**os.environ, "FAKE_NVML": machine, "LD_LIBRARY_PATH": str(library_dir)}
+    command = [sys.executable, "-W", "error", "-c", CLOCKS]
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    found = [GpuClocks.model_validate(one) for one in json.loads(said)]
+    if machine == "no_driver":
+        assert found == []
+        return
+    assert (found[0].sm_mhz, found[0].max_sm_mhz, found[0].temperature_c) == (1410, 2100, 71)
+    assert (found[0].power_w, found[0].power_limit_w) == (349.5, 350.0)
+    assert found[0].held_back_by == held_back_by
