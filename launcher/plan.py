@@ -79,6 +79,8 @@ class Plan(PlanPart):
     port: int
     max_model_len: int | None
     """Planned context in tokens; None where the geometry is not known yet and vLLM decides."""
+    recall_tokens: int | None = None
+    """Longest prompt in which the model itself finds a needle reliably; None: any that fits."""
     tensor_parallel_size: int
     flags: tuple[Flag, ...]
     """In order, without the model's path, --host and --port: those belong to the runtime."""

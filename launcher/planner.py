@@ -364,6 +364,7 @@ def _plan(
         model_repo=inputs.model.repo,
         model_revision=inputs.model.revision,
         served_name=inputs.model.served_name,
+        recall_tokens=inputs.model.recall_tokens,
         runtime=runtime,
         gpu_mode=checked.gpu_mode,
         gpus=tuple(
@@ -390,8 +391,8 @@ def _plan(
         fit=memory.report.to_json() if memory and memory.report else None,
         problems=problems,
     )
-    # What was found on the host says nothing about what is started: it does not change the run's identity.
-    decided = draft.model_dump_json(exclude={"problems", "fit", "facts"})
+    # What was found on the host, and how it is verified, say nothing about what is started: the run's identity stays.
+    decided = draft.model_dump_json(exclude={"problems", "fit", "facts", "recall_tokens"})
     run_id = hashlib.sha256(decided.encode()).hexdigest()[:16]
     facts = _run_facts(replace(inputs, profile=profile), geometry, decisions.speculation, run_id)
     return draft.model_copy(update={"facts": asdict(facts)})

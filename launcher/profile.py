@@ -191,6 +191,8 @@ class Model(Values):
     served_name: str
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    recall_tokens: Annotated[int, Field(ge=512)] | None = None
+    """Longest prompt in which the model itself finds a needle reliably; absent: any that its context holds."""
     min_compute_capability: ComputeCapability | None = None
     geometry: Geometry | None = None
     """None: unknown until the checkpoint's config.json is there."""

@@ -142,7 +142,12 @@ def _settings(
         raise UsageError(f"--context {context_tokens}: {service.url} serves at most {served.max_model_len} tokens")
     drawn = random.SystemRandom().randrange(_SEEDS) if seed is None else seed
     settings = verify.quick(drawn, context_tokens) if quick else verify.Settings(drawn, context_tokens)
-    return replace(settings, concurrency=concurrency, tool_replies=replies or settings.tool_replies)
+    return replace(
+        settings,
+        recall_tokens=service.plan.recall_tokens if service.plan else None,
+        concurrency=concurrency,
+        tool_replies=replies or settings.tool_replies,
+    )
 
 
 def _no_tools(service: _Service) -> str | None:

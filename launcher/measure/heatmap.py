@@ -87,6 +87,8 @@ def heatmap_svg(ladder: Ladder, title: str) -> str:
 def summary(ladder: Ladder) -> str:
     """Return what the ladder shows in one sentence."""
     planned = f"planned context {ladder.planned_tokens:,} tokens"
+    if ladder.recall_tokens is not None and ladder.recall_tokens < ladder.planned_tokens:
+        planned += f", of which the model itself recalls {ladder.recall_tokens:,} reliably"
     if ladder.climbed:
         return f"Every number came back up to prompts of {ladder.holds_tokens:,} tokens; {planned}."
     missed = next(cell for cell in ladder.cells if not cell.found)

@@ -37,7 +37,9 @@ class Ladder:
     """What the ladder found."""
 
     planned_tokens: int
-    """Context that it climbs to, the reply included."""
+    """Context of the service, the reply included."""
+    recall_tokens: int | None
+    """Longest prompt in which the model itself finds a needle reliably; None: any."""
     cells: tuple[Cell, ...]
     climbs_to_tokens: int
     """Longest step."""
@@ -68,6 +70,7 @@ def climb(
     rng: random.Random,
     planned_tokens: int,
     *,
+    recall_tokens: int | None = None,
     lengths: Sequence[int] | None = None,
     depths: Sequence[float] = DEPTHS,
     concurrency: int = 1,
@@ -79,7 +82,8 @@ def climb(
         target: the service.
         rng: what the texts are drawn from.
         planned_tokens: context of the service; a prompt and its reply fit into it.
-        lengths: prompt lengths in tokens, ascending; None: doubling up to what the context holds.
+        recall_tokens: longest prompt that the model itself can be asked about; None: any that the context holds.
+        lengths: prompt lengths in tokens, ascending; None: doubling up to what can be asked.
         depths: where the number stands, 0 the beginning and 1 the end.
         concurrency: questions under way at a time.
         on_done: told how many of how many questions are done, and the length.
@@ -88,7 +92,8 @@ def climb(
         Unreachable: the server is gone.
         AskFailed: it does not say how long a prompt is.
     """
-    lengths = lengths or steps(planned_tokens - REPLY_TOKENS)
+    longest = min(planned_tokens - REPLY_TOKENS, recall_tokens or planned_tokens)
+    lengths = steps(longest) if lengths is None else sorted({min(length, longest) for length in lengths})
     sizer = _Sizer(target, rng)
     cells: list[Cell] = []
     failures: list[Failure] = []
@@ -105,7 +110,7 @@ def climb(
         if failures:
             break
         holds_tokens = length
-    return Ladder(planned_tokens, tuple(cells), lengths[-1], holds_tokens, tuple(failures))
+    return Ladder(planned_tokens, recall_tokens, tuple(cells), lengths[-1], holds_tokens, tuple(failures))
 
 
 def _tell(on_done: Callable[[int, int, str], None], before: int, total: int, what: str, done: int) -> None:

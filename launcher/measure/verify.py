@@ -12,7 +12,6 @@ from launcher.measure import equality, ladder, prefix, tools, verdict
 from launcher.measure.dialogues import KINDS, Kind, Task, tasks
 from launcher.measure.equality import EqualityReport
 from launcher.measure.ladder import Ladder
-from launcher.measure.needles import REPLY_TOKENS
 from launcher.measure.prefix import PrefixReport
 from launcher.measure.replies import Failure
 from launcher.measure.target import Target
@@ -41,6 +40,8 @@ class Settings:
     seed: int
     context_tokens: int
     """Context that the needles climb to."""
+    recall_tokens: int | None = None
+    """Longest prompt in which the model itself finds a needle reliably; None: any."""
     tool_replies: int = 240
     kinds: tuple[Kind, ...] = KINDS
     repeats: int = prefix.REPEATS
@@ -66,7 +67,7 @@ def quick(seed: int, context_tokens: int) -> Settings:
         repeats=3,
         repeated_kinds=("single",),
         prefix_tokens=1000,
-        lengths=(min(1500, context_tokens - REPLY_TOKENS),),
+        lengths=(1500,),
         depths=(0.1, 0.6),
         compared=4,
         quick=True,
@@ -203,6 +204,7 @@ def _needles(target: Target, settings: Settings, progress: Progress) -> Ladder |
         target,
         _rng(settings, "needles"),
         settings.context_tokens,
+        recall_tokens=settings.recall_tokens,
         lengths=settings.lengths,
         depths=settings.depths,
         on_done=lambda done, total, what: progress.progress(done, total, "needles", what),
