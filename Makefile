@@ -11,8 +11,8 @@ OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-up: install ## Start the service and ask it a question (PROFILE=rtx4090 MODEL=... ARGS=...)
-	@$(GRAFT) up $(OPTIONS) $(ARGS)
+up: install ## Start the service and ask it a question (PROFILE=rtx4090 MODEL=... MONITORING=1 ARGS=...)
+	@$(GRAFT) up $(OPTIONS) $(if $(filter-out 0,$(MONITORING)),--monitoring) $(ARGS)
 
 down: install ## Stop the service
 	@$(GRAFT) down $(OPTIONS) $(ARGS)

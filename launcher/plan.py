@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from launcher.problems import Problem
+from launcher.profile import Monitoring
 
 Runtime = Literal["docker", "host"]
 GpuMode = Literal["nvidia", "cdi", "none"]
@@ -77,6 +78,7 @@ class Plan(PlanPart):
     """None for the host runtime."""
     host: str
     port: int
+    monitoring: Monitoring = Monitoring()
     max_model_len: int | None
     """Planned context in tokens; None where the geometry is not known yet and vLLM decides."""
     recall_tokens: int | None = None

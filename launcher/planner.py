@@ -380,6 +380,7 @@ def _plan(
         image=inputs.pin.image() if runtime == "docker" else None,
         host=profile.serve.host,
         port=profile.serve.port,
+        monitoring=profile.monitoring,
         max_model_len=decisions.max_model_len,
         tensor_parallel_size=profile.serve.tensor_parallel_size,
         flags=serve_flags(profile, inputs.model, decisions),
@@ -391,8 +392,8 @@ def _plan(
         fit=memory.report.to_json() if memory and memory.report else None,
         problems=problems,
     )
-    # What was found on the host, and how it is verified, say nothing about what is started: the run's identity stays.
-    decided = draft.model_dump_json(exclude={"problems", "fit", "facts", "recall_tokens"})
+    # What was found on the host, and who looks on, say nothing about what is started: the run's identity stays.
+    decided = draft.model_dump_json(exclude={"problems", "fit", "facts", "monitoring", "recall_tokens"})
     run_id = hashlib.sha256(decided.encode()).hexdigest()[:16]
     facts = _run_facts(replace(inputs, profile=profile), geometry, decisions.speculation, run_id)
     return draft.model_copy(update={"facts": asdict(facts)})

@@ -103,6 +103,13 @@ class Serve(Values):
     """Further `vllm serve` arguments, checked by vLLM's own parser; flags that the plan sets are refused here."""
 
 
+class Monitoring(Values):
+    """Where Grafana and Prometheus listen on this machine, where they run."""
+
+    grafana_port: Annotated[int, Field(ge=1, le=65535)] = 3000
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9090
+
+
 class Profile(Values):
     """One GPU set-up and how to serve on it."""
 
@@ -116,6 +123,7 @@ class Profile(Values):
     vllm: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
     """vLLM release; a key of `images/pins.yaml`."""
     serve: Serve
+    monitoring: Monitoring = Monitoring()
     disabled_fixes: tuple[str, ...] = ()
     """Fixes that are not applied; `graft fixes` lists their ids."""
     optional_fixes: tuple[str, ...] = ()

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,8 @@ from launcher.composefile import (
     Service,
     Volume,
 )
+from launcher.monitoring import files as monitoring_files
+from launcher.monitoring import services as monitoring
 from launcher.plan import Image, Plan
 from launcher.state import CHECKOUT
 
@@ -76,6 +79,8 @@ class Surroundings:
     engine: Literal["docker", "podman"] = "docker"
     engine_api: str | None = None
     """API version of the Docker Engine, such as "1.44"; None: unknown, only what every engine knows is used."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """Reference of the image of each service beside vLLM, by the service's name (`services` of images/pins.yaml)."""
 
 
 def project_name(profile: str) -> str:
@@ -94,7 +99,7 @@ def run(plan: Plan, around: Surroundings | None = None) -> dict[str, str]:
         "facts.json": json.dumps(plan.facts, indent=2, sort_keys=True) + "\n",
     }
     if plan.runtime == "host":
-        return files
+        return {**files, **monitoring_files.files(plan.profile, monitoring.host_jobs(plan))}
     if plan.image is None or around is None:
         raise ValueError("a plan for Docker has an image, and its files name the folders around them")
     heading = f"Rendered by graft from the profile {plan.profile}: change that one, this file is written again."
@@ -104,6 +109,7 @@ def run(plan: Plan, around: Surroundings | None = None) -> dict[str, str]:
         "image/Dockerfile": dockerfile(plan.image, around.wheel),
         "image/manifest.py": manifest_script(),
         **files,
+        **monitoring_texts(plan),
     }
 
 
@@ -130,12 +136,33 @@ def manifest_script() -> str:
 def compose_file(plan: Plan, around: Surroundings) -> ComposeFile:
     """Return the Compose document of a plan for Docker."""
     name = project_name(plan.profile)
+    secrets = (*around.secrets, monitoring.PASSWORD)
     return ComposeFile(
         name=name,
-        services={"cache": _cache_service(around), SERVICE: _server(plan, around, name)},
-        volumes={"cache": Volume(name=f"{name.removesuffix(NEXT)}-cache-{cache_key(plan, around)}")},
-        secrets={secret: SecretFile(file=f"./secrets/{secret}") for secret in around.secrets},
+        services={
+            **_services(plan, around, name),
+            **monitoring.services(plan, around.images, monitoring_texts(plan), around.engine),
+        },
+        volumes={
+            "cache": Volume(name=f"{name.removesuffix(NEXT)}-cache-{cache_key(plan, around)}"),
+            **monitoring.volumes(name),
+        },
+        secrets={secret: SecretFile(file=f"./secrets/{secret}") for secret in secrets},
     )
+
+
+def monitoring_texts(plan: Plan) -> dict[str, str]:
+    """Return the files of Prometheus and Grafana for a plan for Docker."""
+    return monitoring_files.files(plan.profile, monitoring.jobs(plan, service_names(plan)))
+
+
+def service_names(plan: Plan) -> tuple[str, ...]:
+    """Return the services that serve, as they are called in the project."""
+    return (SERVICE,)
+
+
+def _services(plan: Plan, around: Surroundings, name: str) -> dict[str, Service]:
+    return {"cache": _cache_service(around), SERVICE: _server(plan, around, name)}
 
 
 def cache_key(plan: Plan, around: Surroundings) -> str:

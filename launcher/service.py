@@ -31,7 +31,7 @@ from launcher.profile import Profile
 from launcher.ready import NotReady
 from launcher.reports import Collected
 from launcher.runtime import RunState, Service
-from launcher.service_files import service_files, write
+from launcher.service_files import ensure_password, service_files, write
 from launcher.state import ServiceState, state_root
 
 if TYPE_CHECKING:
@@ -203,6 +203,8 @@ def render(made: Planned) -> dict[Path, bytes]:
     docker = made.inputs.facts.docker if made.inputs.facts else None
     files = service_files(plan, state, models_dir() / plan.model, docker)
     write(state.root, files)
+    if plan.runtime == "docker":
+        ensure_password(state)
     return {state.root / name: content for name, content in files.items()}
 
 

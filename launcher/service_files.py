@@ -1,11 +1,14 @@
 """The files of a service's folder: gathered for rendering, and written so that the container's user can read them."""
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 from launcher import render
 from launcher.host.facts import Docker
+from launcher.images.pins import load_pins
+from launcher.monitoring.services import PASSWORD
 from launcher.plan import Plan
 from launcher.state import ServiceState
 
@@ -30,6 +33,7 @@ def service_files(plan: Plan, state: ServiceState, model_dir: Path, docker: Dock
         secrets=tuple(name for name in render.SECRETS if (state.secrets_dir / name).is_file()),
         engine=docker.flavor or "docker" if docker else "docker",
         engine_api=docker.api if docker else None,
+        images={name: pin.reference for name, pin in load_pins().services.items()},
     )
     return {**_encoded(render.run(plan, around)), f"image/{wheel.name}": wheel.content}
 
@@ -39,6 +43,9 @@ def write(root: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in tuple(Path(name).parents)[:-1]:
+            # Some are mounted as a whole.
+            (root / folder).chmod(0o755)
         partial = path.with_name(f".{path.name}.partial")
         partial.write_bytes(content)
         # Whatever the umask: the container's user is none of this machine's.
@@ -54,8 +61,8 @@ def store_secret(state: ServiceState, name: str, value: str) -> None:
 
     Compose mounts the file with the mode that it has here, and the folder keeps others out.
     """
-    if name not in render.SECRETS:
-        raise ValueError(f"{name}: no such secret; there are {', '.join(render.SECRETS)}")
+    if name not in (*render.SECRETS, PASSWORD):
+        raise ValueError(f"{name}: no such secret; there are {', '.join((*render.SECRETS, PASSWORD))}")
     state.secrets_dir.mkdir(parents=True, exist_ok=True)
     state.secrets_dir.chmod(0o700)
     path = state.secrets_dir / name
@@ -65,6 +72,14 @@ def store_secret(state: ServiceState, name: str, value: str) -> None:
         file.write(value)
     partial.chmod(0o444)
     partial.replace(path)
+
+
+def ensure_password(state: ServiceState) -> Path:
+    """Return the file of Grafana's password, made with a new one where there is none."""
+    path = state.secrets_dir / PASSWORD
+    if not path.is_file():
+        store_secret(state, PASSWORD, secrets.token_urlsafe(18))
+    return path
 
 
 def _encoded(files: Mapping[str, str]) -> dict[str, bytes]:

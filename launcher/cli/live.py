@@ -28,6 +28,7 @@ _NAMES = {
     "capture": "capture CUDA graphs",
     "serve": "serve",
     "canary": "ask a question",
+    "monitoring": "start Prometheus and Grafana",
     "tool-calls": "call tools",
     "shared-prefix": "repeat with a shared prefix",
     "needles": "find needles",

@@ -28,6 +28,7 @@ from launcher.state import ServiceState
 if TYPE_CHECKING:
     from launcher import service
     from launcher.cli.live import Live
+    from launcher.plan import Plan
     from launcher.planner import Planned
 
 # What starts services is imported by the commands that do: the others answer in a few tenths of a second.
@@ -51,11 +52,15 @@ def up(
         bool, typer.Option("--locked", help="Start what lock.json says, byte for byte, or nothing.")
     ] = False,
     unpinned: UnpinnedOption = False,
+    monitoring: Annotated[
+        bool, typer.Option("--monitoring", help="Start Prometheus and Grafana beside it, on 127.0.0.1.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the service and follow it to its first right answer."""
     from launcher import release, service
     from launcher.cli.live import Live
+    from launcher.monitoring.start import refuse_host
 
     options = Options(profile, model, profiles, runtime, None, advise)
     one = chosen(options)
@@ -65,10 +70,14 @@ def up(
         service.refuse(made.plan, force)
         return
     running = service.find(one.name)
+    if monitoring:
+        refuse_host(running.plan.runtime if running else runtime or one.runtime, ServiceState.of(one.name))
     if running is not None and running.state.is_alive:
         if locked:
             release.refuse_unlocked_running(ServiceState.of(one.name))
         _say_already_up(options, running, as_json)
+        if monitoring:
+            _start_monitoring(running.plan, unpinned, as_json)
         return
     live = Live(err if as_json else out)
     try:
@@ -89,6 +98,8 @@ def up(
         err.print(f"\nInterrupted. What was started goes on; `make down PROFILE={one.name}` stops it.")
         raise
     _say_started(started, as_json)
+    if monitoring:
+        _start_monitoring(started.plan, unpinned, as_json)
 
 
 @app.command()
@@ -224,6 +235,19 @@ def _say_plan(made: "Planned", live: "Live") -> None:
     live.note(f"{plan.model} with {plan.max_model_len or 'automatic'} tokens of context on vLLM {plan.vllm}.")
     for problem in plan.problems:
         live.note(f"{problem.severity}: {problem.cause}: {problem.message} -> {problem.remedy}")
+
+
+def _start_monitoring(plan: "Plan", unpinned: bool, as_json: bool) -> None:
+    from launcher.cli.live import Live
+    from launcher.monitoring.start import start
+
+    with Live(err if as_json else out) as live:
+        started = start(plan, ServiceState.of(plan.profile), live, unpinned=unpinned)
+    say = err if as_json else out
+    say.print(
+        f"[bold green]MONITORING[/] {started.grafana_url} (user admin, password in {_short(started.password_file)})"
+    )
+    say.print(f"     Prometheus and its alerts: {started.prometheus_url}/alerts", markup=False)
 
 
 def _say_started(started: "service.Started", as_json: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from launcher import render
 from launcher.errors import StartFailed
 from launcher.host.docker import connect, endpoint_in_use
+from launcher.monitoring.services import PROFILE as MONITORING
 from launcher.plan import Plan
 from launcher.runtime import Health, RunState, Status, Work
 from launcher.runtime.host import local_address
@@ -58,8 +59,18 @@ def up(file: Path) -> tuple[str, ...]:
 
 
 def down(file: Path) -> tuple[str, ...]:
-    """Stop and remove the containers and the network; the cache volume stays."""
-    return compose(file, "down", "--remove-orphans")
+    """Stop and remove the containers, those that watch too, and the network; the volumes stay."""
+    return compose(file, "--profile", MONITORING, "down", "--remove-orphans")
+
+
+def up_services(file: Path, profile: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Create and start these services of a Compose profile beside what runs, from images that are there."""
+    return compose(file, "--profile", profile, "up", "--detach", "--no-build", "--no-deps", *names)
+
+
+def service_logs(file: Path, profile: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Show the last lines of some services."""
+    return compose(file, "--profile", profile, "logs", "--no-color", "--tail", "20", *names)
 
 
 def inspect(container: str) -> tuple[str, ...]:
@@ -116,6 +127,12 @@ def run(argv: tuple[str, ...], on_line: Callable[[str], None] | None = None) -> 
                 if on_line is not None:
                     on_line(line)
     return Finished(exit_code=process.returncode, lines=tuple(lines))
+
+
+def runs_any(file: Path, profile: str, names: tuple[str, ...]) -> bool:
+    """Whether one of these services has a container that runs."""
+    argv = compose(file, "--profile", profile, "ps", "--status", "running", "--services")
+    return not set(names).isdisjoint(must(argv).lines)
 
 
 def must(argv: tuple[str, ...], on_line: Callable[[str], None] | None = None) -> Finished:

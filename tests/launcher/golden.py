@@ -79,6 +79,7 @@ def surroundings(variant: Variant, **changed: object) -> render.Surroundings:
         "secrets": ("api_key",),
         "engine": flavor,
         "engine_api": variant.docker.api,
+        "images": {name: pin.reference for name, pin in load_pins(lock=NO_LOCK).services.items()},
     }
     return render.Surroundings(**{**values, **changed})  # type: ignore[arg-type]
 

@@ -15,7 +15,11 @@ IN_PROJECT = ("docker", "compose", "--file", "/srv/graft/rtx4090/compose.yaml")
 
 def test_the_commands_are_these() -> None:
     assert compose.up(FILE) == (*IN_PROJECT, "up", "--detach", "--no-build", "--remove-orphans")
-    assert compose.down(FILE) == (*IN_PROJECT, "down", "--remove-orphans")
+    assert compose.down(FILE) == (*IN_PROJECT, "--profile", "monitoring", "down", "--remove-orphans")
+    assert compose.up_services(FILE, "monitoring", ("grafana",)) == (
+        *(*IN_PROJECT, "--profile", "monitoring"),
+        *("up", "--detach", "--no-build", "--no-deps", "grafana"),
+    )
     assert compose.build(FILE) == ("docker", "compose", "--progress", "plain", *IN_PROJECT[2:], "build", "vllm")
     assert compose.inspect("graft-rtx4090") == ("docker", "container", "inspect", "graft-rtx4090")
     assert compose.container_logs("graft-rtx4090") == ("docker", "logs", "graft-rtx4090")
