@@ -16,6 +16,7 @@ from launcher.prepare import model_on_disk, models_dir
 from launcher.profile import load_model, load_profile
 from launcher.ready import Event, LogLine, follow
 from launcher.runtime.host import HostService, start
+from launcher.service_files import write
 from launcher.state import ServiceState
 from launcher.weights.fetch import ensure_model
 
@@ -46,8 +47,7 @@ class Bench:
     def start(self, name: str, plan: Plan) -> HostService:
         state = ServiceState(self.folder / name)
         state.root.mkdir(parents=True)
-        for file, text in render.run(plan).items():
-            (state.root / file).write_text(text, encoding="utf-8")
+        write(state.root, {name: text.encode() for name, text in render.run(plan).items()})
         return start(plan, self.model_dir, state, ENGINE.vllm)
 
 
