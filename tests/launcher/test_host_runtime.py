@@ -19,6 +19,7 @@ from launcher.errors import Refused, UsageError
 from launcher.plan import EnvironmentVariable, Flag, Plan
 from launcher.ready import NotReady, Ready, follow
 from launcher.runtime import RunState, host
+from launcher.service_files import write
 from launcher.state import ServiceState
 from tests.launcher.fake_vllm import unused_port
 
@@ -75,8 +76,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     vllm.chmod(0o755)
     bench = Bench(ServiceState.of("cpu"), make_plan(unused_port()), vllm)
     bench.state.root.mkdir(parents=True)
-    for name, text in render.run(bench.plan).items():
-        (bench.state.root / name).write_text(text, encoding="utf-8")
+    write(bench.state.root, {name: text.encode() for name, text in render.run(bench.plan).items()})
     yield bench
     left = host.find(bench.state)
     if left is not None:
