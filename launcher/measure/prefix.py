@@ -16,7 +16,7 @@ from launcher.measure.target import Target, as_received
 from launcher.measure.words import Words
 
 REPEATS = 20
-KINDS: tuple[Kind, ...] = ("single", "nested", "code", "parallel")
+KINDS: tuple[Kind, ...] = ("single", "nested", "code")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def probe(
         Unreachable: the server is gone.
     """
     text = prefix_text(target, rng, prefix_tokens)
-    asked = [with_prefix(tasks(kind, rng)[0], text) for kind in kinds]
+    asked = sharing(text, [tasks(kind, rng)[0] for kind in kinds])
     total = len(asked) * repeats
     first = []
     for number, task in enumerate(asked, 1):
@@ -93,9 +93,19 @@ def prefix_text(target: Target, rng: random.Random, tokens: int) -> str:
     return prose(filler(words, round(tokens * chars_a_token)))
 
 
-def with_prefix(task: Task, text: str) -> Task:
-    """Return the task behind a system message that begins with `text`."""
-    return replace(task, messages=(*_system(text), *(one for one in task.messages if one["role"] != "system")))
+def sharing(text: str, asked: Sequence[Task]) -> list[Task]:
+    """Return tasks that begin alike: each with the tools that any of them calls, and a system message of `text`."""
+    called = {call.name for task in asked for call in task.calls}
+    tools = {tool["function"]["name"]: tool for task in asked for tool in task.tools}
+    shared = tuple(tool for name, tool in tools.items() if name in called)
+    return [
+        replace(
+            task,
+            messages=(*_system(text), *(one for one in task.messages if one["role"] != "system")),
+            tools=shared,
+        )
+        for task in asked
+    ]
 
 
 def _counted(text: str) -> Task:
