@@ -1,0 +1,1 @@
+"""Quantization methods that the plugin registers with vLLM."""

@@ -1,0 +1,130 @@
+"""Times on a GPU: CUDA graphs over weights that no cache holds, so that launches cost what they cost in an engine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from vllm_graft.quantization import ternary_kernels, ternary_layout
+from vllm_graft.quantization.ternary_kernels import GemmConfig, GemvConfig
+
+Config = GemvConfig | GemmConfig
+COLD_BYTES = 192 << 20  # three times the L2 cache of an H200
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight of n outputs and k inputs."""
+
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.n}x{self.k}"
+
+    @property
+    def packed_bytes(self) -> int:
+        """What the kernels read of it, without the scales."""
+        return self.n * self.k // 4
+
+
+def name(config: Config) -> str:
+    """A configuration in a few letters."""
+    if isinstance(config, GemvConfig):
+        early = "e" if config.early else ""
+        return f"gemv w{config.warps} r{config.strips} t{config.tiles} s{config.stages}{early}"
+    return f"gemm {config.outputs}x{config.tokens} w{config.warps} s{config.stages}"
+
+
+def weights(shape: Shape, group: int | None, at_least: int = 1) -> list[ternary_layout.TernaryWeight]:
+    """Random packed weights, enough of them that the first has left the cache when the last was read."""
+    copies = max(at_least, -(-COLD_BYTES // shape.packed_bytes))
+    return [weight(shape, group, seed) for seed in range(copies)]
+
+
+def weight(shape: Shape, group: int | None, seed: int, dtype: torch.dtype = torch.float16) -> Any:
+    """One random packed weight with positive scales."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    values = torch.randint(-1, 2, (shape.n, shape.k), generator=random, device="cuda", dtype=torch.int8)
+    groups = shape.k // group if group else 1
+    scales = torch.rand(shape.n, groups, generator=random, device="cuda") * 0.02 + 0.01
+    return ternary_layout.pack(values, scales.to(dtype))
+
+
+def microseconds(calls: Sequence[Callable[[], Any]], least_us: float = 3000) -> float:
+    """The median time of one call, all of them captured in one CUDA graph that is replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    once = _elapsed_us(graph, 1)
+    replays = max(1, int(least_us / once))
+    return statistics.median([_elapsed_us(graph, replays) for _ in range(5)]) / len(calls)
+
+
+def _elapsed_us(graph: Any, replays: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000 / replays
+
+
+def copy_bytes_per_s() -> float:
+    """Bandwidth of a copy in device memory, bytes read plus bytes written."""
+    source = torch.randint(0, 255, (1 << 30,), device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    seconds = microseconds([lambda: target.copy_(source)], 10000) / 1e6
+    return 2 * int(source.numel()) / seconds
+
+
+def launch_us() -> float:
+    """Time of a kernel that does next to nothing, in a graph of such kernels: no product takes less."""
+    small = torch.zeros(32, device="cuda")
+    return microseconds([lambda: small.add_(1)] * 64)
+
+
+def ternary_us(packed: Sequence[Any], m: int, config: Config) -> float:
+    """Time of one product of m tokens."""
+    x = torch.randn(m, packed[0].k, device="cuda", dtype=torch.bfloat16)
+    return microseconds([partial(ternary_kernels.linear, x, one, None, config) for one in packed])
+
+
+def dense_us(shape: Shape, m: int) -> float:
+    """Time of the same product by PyTorch (cuBLAS) with bfloat16 weights."""
+    copies = max(2, -(-COLD_BYTES // (shape.n * shape.k * 2)))
+    dense = [torch.randn(shape.n, shape.k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    x = torch.randn(m, shape.k, device="cuda", dtype=torch.bfloat16)
+    return microseconds([partial(torch.nn.functional.linear, x, one) for one in dense])
+
+
+def error(m: int, shape: Shape, group: int | None, dtype: torch.dtype, config: Config | None, bias: bool) -> float:
+    """Relative error of one product against float64; NaN when a repetition differs or an output is left out."""
+    scale_dtype = torch.float32 if group is None else dtype
+    one = weight(shape, group, seed=m + shape.n + shape.k, dtype=scale_dtype)
+    x = torch.randn(m, shape.k, device="cuda", dtype=dtype)
+    added = torch.randn(shape.n, device="cuda", dtype=dtype) if bias else None
+    poison = torch.full((m, shape.n), torch.nan, device="cuda", dtype=dtype)  # the allocator hands it to the product
+    del poison
+    y = ternary_kernels.linear(x, one, added, config)
+    if not torch.equal(y, ternary_kernels.linear(x, one, added, config)):
+        return float("nan")
+    values = ternary_layout.unpack_words(one.words, one.n, one.k).double()
+    columns = ternary_layout.unpack_scales(one.scales, one.n).double().repeat_interleave(one.group, dim=1)
+    truth = x.double() @ (values * columns[:, : one.k]).T
+    if added is not None:
+        truth += added.double()
+    return float((y.double() - truth).norm() / truth.norm())
