@@ -1,0 +1,660 @@
+"""Decode and verify attention over TurboQuant's packed KV: one kernel reads each packed byte once, a second one merges.
+
+A unit of work is one request and one KV head: all query heads of the head and all rows of a verify step are the rows of
+one tensor-core tile.  The tiles of tokens of all units form one list, which a fixed number of programs share evenly:
+the grid depends on the device alone, the lengths are read on the device, so a CUDA graph captured at one set of lengths
+serves any other, and an empty request costs nothing.
+
+Dequantization is folded into the two products:
+- an e4m3 byte becomes fp16 by a shift (`layout.E4M3_IN_FP16`), which every architecture can do;
+- an MSE key's codes become fp16 centroids by a polynomial, and its norm and their length scale the score afterwards;
+- a value's codes enter the product as the integers they are, with scale folded into the weights and zero into a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.attention.kernels.launch import Launch
+from vllm_graft.attention.kernels.layout import E4M3_IN_FP16, SlotLayout
+
+_WEIGHT_RANGE = tl.constexpr(2.0**14)
+"""Weights times value scales stay below this in fp16, relative to the largest scale: small ones stay normal numbers."""
+
+
+# ---- pieces of the kernels ----
+
+
+@triton.jit
+def _hadamard16(BITS: tl.constexpr):
+    """fp16 [16, 16]: the Sylvester-Hadamard matrix of 2**BITS on the diagonal, repeated."""
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    common = i & j & ((1 << BITS) - 1)
+    odd = (common ^ (common >> 1) ^ (common >> 2) ^ (common >> 3)) & 1
+    same = (i >> BITS) == (j >> BITS)
+    return tl.where(same, 1.0 - 2.0 * odd.to(tl.float32), 0.0).to(tl.float16)
+
+
+@triton.jit
+def _power_of_two(x):
+    """The largest power of two up to each positive fp32 x; 1 for zero and subnormal x."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _to_fp16(x):
+    """Rows of x as fp16 with their largest element in [1, 2), and the power of two that each was divided by."""
+    unit = _power_of_two(tl.max(tl.abs(x), 1))
+    return (x * (1.0 / unit)[:, None]).to(tl.float16), unit
+
+
+@triton.jit
+def _rotate(q, M: tl.constexpr, D: tl.constexpr):
+    """q [M, D] fp16 times the Sylvester-Hadamard matrix of D, not normalized, as fp32: two products with 16 x 16."""
+    HIGH: tl.constexpr = D // 16
+    BITS: tl.constexpr = 4 if D == 256 else (3 if D == 128 else 2)
+    low = tl.dot(tl.reshape(q, [M * HIGH, 16]), _hadamard16(4))
+    low = (low * 0.0625).to(tl.float16)
+    low = tl.permute(tl.reshape(low, [M, HIGH, 16]), [0, 2, 1])
+    both = tl.dot(tl.reshape(low, [M * HIGH, 16]), _hadamard16(BITS))
+    return tl.reshape(tl.permute(tl.reshape(both, [M, 16, HIGH]), [0, 2, 1]), [M, D]) * 16.0
+
+
+@triton.jit
+def _code(words, plane: tl.constexpr, BITS: tl.constexpr):
+    """Codes 0..2**BITS-1 of one plane of packed words, as exact fp16: the bits 0x6400 | code are 1024 + code."""
+    code = (words >> (plane * BITS)) & ((1 << BITS) - 1)
+    return (code.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+
+
+@triton.jit
+def _centroid(words, plane: tl.constexpr, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
+    """fp16 centroids of one plane of packed codes: an odd polynomial in x = (2 code + 1) / 2**BITS - 1."""
+    double = (words << 1 if plane == 0 else words >> (plane * BITS - 1)) & ((1 << BITS) - 1) * 2
+    one_more: tl.constexpr = 0x5401 if BITS == 4 else 0x5801  # 64 + 1/16, 128 + 1/8, whose last bits count 1/16, 1/8
+    x = (double.to(tl.uint16) | one_more).to(tl.float16, bitcast=True) - (65.0 if BITS == 4 else 129.0)
+    square = x * x
+    # Constants, since only what depends on loads and constants is computed in the layout of the product's operand.
+    if BITS == 4:
+        value = square * CODEBOOK[3] + CODEBOOK[2]
+        value = value * square + CODEBOOK[1]
+    else:
+        value = square * CODEBOOK[2] + CODEBOOK[1]
+    return (value * square + CODEBOOK[0]) * x
+
+
+@triton.jit
+def _pair_rows(low, high):
+    """[W, N] and [W, N] as [2 W, N], alternating."""
+    return tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [2 * low.shape[0], low.shape[1]])
+
+
+@triton.jit
+def _pair(low, high):
+    """[N, W] and [N, W] as [N, 2 W], alternating."""
+    return tl.reshape(tl.join(low, high), [low.shape[0], 2 * low.shape[1]])
+
+
+@triton.jit
+def _load_page(pages, tile, last, N: tl.constexpr, PAGE: tl.constexpr):
+    """The page of a tile of N tokens: tiles begin at multiples of N, so a number where N <= PAGE, else [N] of them.
+
+    Past the last token it stays a page of the request, so that loads need no mask.
+    """
+    token = tile * N if N <= PAGE else tile * N + tl.arange(0, N)
+    return tl.load(pages + tl.minimum(token, last) // PAGE)
+
+
+@triton.jit
+def _slots(cache, page, tile, STRIDE_PAGE, STRIDE_TOKEN, N: tl.constexpr, PAGE: tl.constexpr):
+    """Pointers [N] to the slots of a tile's tokens, in units of 16 bits."""
+    n = tl.arange(0, N)
+    first = cache + page.to(tl.int64) * STRIDE_PAGE
+    return first + (tile * N % PAGE + n if N <= PAGE else n % PAGE) * STRIDE_TOKEN
+
+
+@triton.jit
+def _fetch_to_l2(slots, BYTES: tl.constexpr):
+    """Ask for the cache lines of slots [N] ahead of their loads, which are too narrow for an asynchronous copy."""
+    LINES: tl.constexpr = triton.next_power_of_2((BYTES + 127) // 128)
+    line = tl.arange(0, LINES)
+    offset = tl.minimum(line * 128, BYTES - 2) // 2
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [slots[:, None] + offset[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_words(rows, D: tl.constexpr, BITS: tl.constexpr, KEYS: tl.constexpr):
+    """Packed codes at rows [N] of 16-bit units: [N, D / 4] words of four 4-bit or [N, D / 8] of eight 3-bit codes.
+
+    Keys come transposed, as the product takes them.
+    """
+    BLOCK: tl.constexpr = triton.next_power_of_2(D // 4 if BITS == 4 else D // 8)
+    unit = tl.arange(0, BLOCK)
+    if BITS == 4:
+        where = rows[None, :] + unit[:, None] if KEYS else rows[:, None] + unit[None, :]
+        if BLOCK == D // 4:
+            words = tl.load(where)
+        else:
+            there = (unit < D // 4)[:, None] if KEYS else (unit < D // 4)[None, :]
+            words = tl.load(where, mask=there, other=0)
+    else:  # three bytes, of which an odd group's begin in the middle of a 16-bit unit
+        first = (3 * unit - (unit & 1)) // 2
+        shift = 8 * (unit & 1)
+        where = rows[None, :] + first[:, None] if KEYS else rows[:, None] + first[None, :]
+        shift = shift[:, None] if KEYS else shift[None, :]
+        words = (tl.load(where).to(tl.int32) | (tl.load(where + 1).to(tl.int32) << 16)) >> shift
+    return words
+
+
+@triton.jit
+def _load_keys(rows, D: tl.constexpr, BITS: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """Packed keys at rows [N], transposed: [D, N] bytes of FP8 for the hardware's conversion, else words of 16 bits."""
+    if BITS == 8:
+        WIDTH: tl.constexpr = D if HARDWARE_FP8 else D // 2
+        BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
+        unit = tl.arange(0, BLOCK)
+        where = rows.to(tl.pointer_type(tl.uint8)) if HARDWARE_FP8 else rows
+        where = where[None, :] + unit[:, None]
+        keys = tl.load(where) if BLOCK == WIDTH else tl.load(where, mask=(unit < WIDTH)[:, None], other=0)
+    else:
+        keys = _load_words(rows, D, BITS, True)
+    return keys
+
+
+@triton.jit
+def _load_half(rows):
+    """The fp16 number at each row, as fp32 [N]."""
+    return tl.load(rows).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _tiles_before(seq_lens, query_start, num_requests, BLOCK_R: tl.constexpr, N: tl.constexpr):
+    """Tiles of tokens of the requests up to and with each, [BLOCK_R]: none for a request without a query token."""
+    r = tl.arange(0, BLOCK_R)
+    there = r < num_requests
+    length = tl.load(seq_lens + r, mask=there, other=0)
+    queries = tl.load(query_start + r + 1, mask=there, other=0) - tl.load(query_start + r, mask=there, other=0)
+    return tl.cumsum(tl.where(queries > 0, (length + N - 1) // N, 0), 0)
+
+
+@triton.jit
+def _tiles_per_program(total, programs, min_tiles):
+    return tl.maximum((total + programs - 1) // programs, min_tiles)
+
+
+# ---- the kernels ----
+
+_PER_BATCH = ("block_table", "seq_lens", "query_start", "num_requests", "programs", "min_tiles", "stride_table")
+"""Arguments whose values must not make another variant: nothing is compiled while serving."""
+
+
+@triton.jit(do_not_specialize=[*_PER_BATCH, "scale_log2"])
+def _attend(
+    query,  # [T, Hq, D] fp16 or bf16
+    cache,  # packed slots in units of 16 bits
+    block_table,  # [R, W] int32
+    seq_lens,  # [R] int32
+    query_start,  # [R + 1] int32
+    partial,  # [programs + R * HK, ROWS, D] fp32, dimensions by plane
+    stats,  # [programs + R * HK, 2, ROWS] fp32: maximum in base 2, sum
+    num_requests,
+    programs,
+    min_tiles,
+    scale_log2,
+    stride_query_token,
+    stride_query_head,
+    stride_table,
+    STRIDE_PAGE: tl.constexpr,
+    STRIDE_TOKEN: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    HK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    NORM: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCALE: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    FETCH_AHEAD: tl.constexpr,
+    FP8_UNIT: tl.constexpr,
+):
+    """Attend to this program's share of all tiles, and leave one partial result for each unit that it touches."""
+    pid = tl.program_id(0)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
+    QUARTER: tl.constexpr = BLOCK_D // 4
+    m = tl.arange(0, M)
+    n = tl.arange(0, N)
+    ends = _tiles_before(seq_lens, query_start, num_requests, BLOCK_R, N) * HK
+    total = tl.max(ends, 0)
+    share = _tiles_per_program(total, programs, min_tiles)
+    place = pid * share
+    stop = tl.minimum(place + share, total)
+    while place < stop:
+        request = tl.sum((ends <= place).to(tl.int32), 0)
+        begin = tl.max(tl.where(ends <= place, ends, 0), 0)
+        length = tl.load(seq_lens + request)
+        first_query = tl.load(query_start + request)
+        queries = tl.load(query_start + request + 1) - first_query
+        tiles = (length + N - 1) // N
+        head = (place - begin) // tiles
+        first_tile = place - begin - head * tiles
+        last_tile = tl.minimum(first_tile + stop - place, tiles)
+
+        # ---- the rows: query heads of each verified token; row limits are causal ----
+        row_there = m < queries * GROUP
+        limit = length - queries + 1 + m // GROUP
+        row_query = (
+            query + (first_query + m // GROUP) * stride_query_token + (head * GROUP + m % GROUP) * stride_query_head
+        )
+        if KEY_BITS == 8:
+            if HARDWARE_FP8:
+                d = tl.arange(0, BLOCK_D)
+                q = tl.load(row_query[:, None] + d[None, :], mask=row_there[:, None] & (d < D)[None, :], other=0.0)
+                q, unit = _to_fp16(q.to(tl.float32))
+            else:
+                d = tl.arange(0, BLOCK_D // 2)
+                there = row_there[:, None] & (d < D // 2)[None, :]
+                q0 = tl.load(row_query[:, None] + 2 * d[None, :], mask=there, other=0.0).to(tl.float32)
+                q1 = tl.load(row_query[:, None] + 2 * d[None, :] + 1, mask=there, other=0.0).to(tl.float32)
+                unit = _power_of_two(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)))
+                q0 = (q0 * (1.0 / unit)[:, None]).to(tl.float16)
+                q1 = (q1 * (1.0 / unit)[:, None]).to(tl.float16)
+        else:
+            d = tl.arange(0, D)
+            q = tl.load(row_query[:, None] + d[None, :], mask=row_there[:, None], other=0.0)
+            q, unit = _to_fp16(q.to(tl.float32))
+            rotated, again = _to_fp16(_rotate(q, M, D))
+            unit = unit * again
+            even, odd = tl.split(tl.reshape(rotated, [M, D // 4, 2, 2]))
+            q0, q2 = tl.split(even)
+            q1, q3 = tl.split(odd)
+            ones = tl.full([M, QUARTER], 1.0, tl.float16)
+        row_scale = unit * scale_log2
+
+        # ---- the tiles ----
+        a0 = tl.zeros([M, QUARTER], tl.float32)
+        a1 = tl.zeros([M, QUARTER], tl.float32)
+        a2 = tl.zeros([M, QUARTER], tl.float32)
+        a3 = tl.zeros([M, QUARTER], tl.float32)
+        zeros = tl.zeros([M], tl.float32)
+        weight_sum = tl.zeros([M], tl.float32)
+        peak = tl.full([M], -float("inf"), tl.float32)
+        scale_peak = 2.0**-24
+        pages = block_table + request.to(tl.int64) * stride_table
+        head_cache = cache + head * STRIDE_HEAD
+        # A tile's page, scales, zeros and norms are loaded while the tile before it is computed.
+        page = _load_page(pages, first_tile, length - 1, N, PAGE)
+        slots = _slots(head_cache, page, first_tile, STRIDE_PAGE, STRIDE_TOKEN, N, PAGE)
+        scale_ahead = _load_half(slots + SCALE)
+        zero_ahead = _load_half(slots + SCALE + 1)
+        norm_ahead = _load_half(slots + NORM)
+        for tile in range(first_tile, last_tile):
+            slots = _slots(head_cache, page, tile, STRIDE_PAGE, STRIDE_TOKEN, N, PAGE)
+            keys = _load_keys(slots, D, KEY_BITS, HARDWARE_FP8)
+            values = _load_words(slots + VALUE, D, VALUE_BITS, False)
+            value_scale = scale_ahead
+            value_zero = zero_ahead
+            norm = norm_ahead
+            page = _load_page(pages, tile + 1, length - 1, N, PAGE)
+            slots_ahead = _slots(head_cache, page, tile + 1, STRIDE_PAGE, STRIDE_TOKEN, N, PAGE)
+            scale_ahead = _load_half(slots_ahead + SCALE)
+            zero_ahead = _load_half(slots_ahead + SCALE + 1)
+            norm_ahead = _load_half(slots_ahead + NORM)
+            if FETCH_AHEAD:
+                _fetch_to_l2(slots_ahead, 2 * STRIDE_HEAD)
+            if KEY_BITS == 8:
+                if HARDWARE_FP8:
+                    k = keys.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+                    scores = tl.dot(q, k) * row_scale[:, None]
+                else:
+                    k0 = ((keys << 8) & 0x8000) | ((keys << 7) & 0x3F80)
+                    k1 = (keys & 0x8000) | ((keys >> 1) & 0x3F80)
+                    scores = tl.dot(q0, k0.to(tl.float16, bitcast=True))
+                    scores = tl.dot(q1, k1.to(tl.float16, bitcast=True), scores)
+                    scores = scores * (row_scale * FP8_UNIT)[:, None]
+            else:
+                k0 = _centroid(keys, 0, KEY_BITS, CODEBOOK)
+                k1 = _centroid(keys, 1, KEY_BITS, CODEBOOK)
+                k2 = _centroid(keys, 2, KEY_BITS, CODEBOOK)
+                k3 = _centroid(keys, 3, KEY_BITS, CODEBOOK)
+                if KEY_BITS == 3:
+                    k0 = _pair_rows(k0, _centroid(keys, 4, 3, CODEBOOK))
+                    k1 = _pair_rows(k1, _centroid(keys, 5, 3, CODEBOOK))
+                    k2 = _pair_rows(k2, _centroid(keys, 6, 3, CODEBOOK))
+                    k3 = _pair_rows(k3, _centroid(keys, 7, 3, CODEBOOK))
+                scores = tl.dot(q0, k0)
+                scores = tl.dot(q1, k1, scores)
+                scores = tl.dot(q2, k2, scores)
+                scores = tl.dot(q3, k3, scores)
+                square = tl.dot(ones, k0 * k0)  # the tensor cores sum what needs no rows
+                square = tl.dot(ones, k1 * k1, square)
+                square = tl.dot(ones, k2 * k2, square)
+                square = tl.dot(ones, k3 * k3, square)
+                scores = scores * tl.rsqrt(square) * norm[None, :] * row_scale[:, None]
+
+            scores = tl.where((tile * N + n)[None, :] < limit[:, None], scores, -float("inf"))
+            alive = tile * N + n < length
+            value_scale = tl.where(alive, value_scale, 0.0)
+            value_zero = tl.where(alive, value_zero, 0.0)
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+            fade = tl.exp2(peak - anchor)
+            weights = tl.exp2(scores - anchor[:, None])
+            weight_sum = weight_sum * fade + tl.sum(weights, 1)
+            zeros = zeros * fade + tl.sum(weights * value_zero[None, :], 1)
+            peak = new_peak
+            new_scale_peak = tl.maximum(scale_peak, tl.max(value_scale, 0))
+            fade = fade * (scale_peak / new_scale_peak)
+            scale_peak = new_scale_peak
+            weights = (weights * (value_scale * (_WEIGHT_RANGE / scale_peak))[None, :]).to(tl.float16)
+            if VALUE_BITS == 4:
+                v0 = _code(values, 0, 4)
+                v1 = _code(values, 1, 4)
+                v2 = _code(values, 2, 4)
+                v3 = _code(values, 3, 4)
+            else:
+                v0 = _pair(_code(values, 0, 3), _code(values, 4, 3))
+                v1 = _pair(_code(values, 1, 3), _code(values, 5, 3))
+                v2 = _pair(_code(values, 2, 3), _code(values, 6, 3))
+                v3 = _pair(_code(values, 3, 3), _code(values, 7, 3))
+            a0 = tl.dot(weights, v0, a0 * fade[:, None])
+            a1 = tl.dot(weights, v1, a1 * fade[:, None])
+            a2 = tl.dot(weights, v2, a2 * fade[:, None])
+            a3 = tl.dot(weights, v3, a3 * fade[:, None])
+
+        # ---- the partial result ----
+        slot = (pid + request * HK + head).to(tl.int64)
+        quarter = tl.arange(0, QUARTER)
+        where = partial + (slot * ROWS + m[:, None]) * D + quarter[None, :]
+        there = (m < ROWS)[:, None] & (quarter < D // 4)[None, :]
+        unit = scale_peak / _WEIGHT_RANGE
+        tl.store(where, a0 * unit + zeros[:, None], mask=there)
+        tl.store(where + D // 4, a1 * unit + zeros[:, None], mask=there)
+        tl.store(where + D // 4 * 2, a2 * unit + zeros[:, None], mask=there)
+        tl.store(where + D // 4 * 3, a3 * unit + zeros[:, None], mask=there)
+        tl.store(stats + slot * (2 * ROWS) + m, peak, mask=m < ROWS)
+        tl.store(stats + slot * (2 * ROWS) + ROWS + m, weight_sum, mask=m < ROWS)
+        place += last_tile - first_tile
+
+
+@triton.jit(do_not_specialize=[*_PER_BATCH, "num_tokens"])
+def _merge(
+    partial,
+    stats,
+    seq_lens,
+    query_start,
+    output,  # [T, Hq, D]
+    num_requests,
+    programs,
+    min_tiles,
+    num_tokens,
+    stride_output_token,
+    stride_output_head,
+    HK: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Merge the partial results of one query token and query head; a token that no request has becomes zero."""
+    at = tl.program_id(0)
+    query_head = tl.program_id(1)
+    request = at // QUERIES
+    row_token = at % QUERIES
+    d = tl.arange(0, triton.next_power_of_2(D))
+    there = request < num_requests
+    first_query = tl.load(query_start + request, mask=there, other=0)
+    queries = tl.load(query_start + request + 1, mask=there, other=0) - first_query
+    where = output + query_head * stride_output_head + 4 * (d % (D // 4)) + d // (D // 4)
+    padding = (at < num_tokens) & (at >= tl.load(query_start + num_requests))
+    tl.store(where + at * stride_output_token, tl.zeros_like(d).to(output.dtype.element_ty), mask=(d < D) & padding)
+    if row_token < queries:
+        ends = _tiles_before(seq_lens, query_start, num_requests, BLOCK_R, N)
+        r = tl.arange(0, BLOCK_R)
+        share = _tiles_per_program(tl.max(ends, 0) * HK, programs, min_tiles)
+        tiles = (tl.load(seq_lens + request) + N - 1) // N
+        head = query_head // GROUP
+        begin = tl.max(tl.where(r < request, ends, 0), 0) * HK + head * tiles
+        first = begin // share
+        last = (begin + tiles - 1) // share
+        slots = request * HK + head
+        row = row_token * GROUP + query_head % GROUP
+        ROWS: tl.constexpr = QUERIES * GROUP
+        peak = -float("inf")
+        weight_sum = 0.0
+        total = tl.zeros([triton.next_power_of_2(D)], tl.float32)
+        if tiles > 0:
+            for start in range(first, last + 1, BLOCK_S):
+                program = start + tl.arange(0, BLOCK_S)
+                there = program <= last
+                slot = (slots + program).to(tl.int64)
+                peaks = tl.load(stats + slot * (2 * ROWS) + row, mask=there, other=-float("inf"))
+                sums = tl.load(stats + slot * (2 * ROWS) + ROWS + row, mask=there, other=0.0)
+                parts = tl.load(
+                    partial + (slot * ROWS + row)[:, None] * D + d[None, :],
+                    mask=there[:, None] & (d < D)[None, :],
+                    other=0.0,
+                )
+                new_peak = tl.maximum(peak, tl.max(peaks, 0))
+                anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+                fade = tl.exp2(peak - anchor)
+                factors = tl.exp2(peaks - anchor)
+                weight_sum = weight_sum * fade + tl.sum(sums * factors, 0)
+                total = total * fade + tl.sum(parts * factors[:, None], 0)
+                peak = new_peak
+        total = total / tl.where(weight_sum > 0.0, weight_sum, 1.0)
+        tl.store(where + (first_query + row_token) * stride_output_token, total.to(output.dtype.element_ty), mask=d < D)
+
+
+# ---- launching ----
+
+Codebook = tuple[float, float, float, float]
+"""Coefficients of x, x**3, x**5 and x**7, for x = (2 code + 1) / 2**bits - 1."""
+HEAD_SIZES = (64, 96, 128, 256)
+MAX_ROWS = 128
+"""Query heads of a KV head times tokens of a verify step: the accumulators of more do not fit the registers."""
+_MERGE_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of one call, kept by the caller: its address and size are part of a CUDA graph."""
+
+    partial: torch.Tensor
+    """fp32, at least `workspace_floats` of it."""
+    programs: int
+    """Size of the grid; `num_programs` says a good one."""
+
+
+def supports(
+    layout: SlotLayout,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    max_query_len: int,
+    page_tokens: int,
+    dtype: torch.dtype,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    has_sinks: bool = False,
+    has_alibi: bool = False,
+) -> str | None:
+    """Return why these kernels do not serve a shape, or None when they do."""
+    preset = layout.preset
+    if layout.head_size not in HEAD_SIZES:
+        return f"head size {layout.head_size} is not one of {', '.join(map(str, HEAD_SIZES))}"
+    if not layout.key_is_fp8 and layout.head_size & (layout.head_size - 1):
+        return f"the rotation of {preset.name} needs a head size that is a power of two, not {layout.head_size}"
+    if not layout.key_is_fp8 and not preset.norm_correction:
+        return f"{preset.name} keeps MSE keys without norm correction"
+    if num_heads % num_kv_heads:
+        return f"{num_heads} query heads do not divide among {num_kv_heads} KV heads"
+    rows = num_heads // num_kv_heads * max_query_len
+    if rows > MAX_ROWS:
+        return f"{rows} rows (query heads of a KV head times query tokens) are more than {MAX_ROWS}"
+    if page_tokens < 16 or page_tokens & (page_tokens - 1):
+        return f"a block of {page_tokens} tokens is not a power of two from 16 on"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"queries are {dtype}, not float16 or bfloat16"
+    for there, name in (
+        (sliding_window is not None and sliding_window > 0, "a sliding window"),
+        (bool(logits_soft_cap), "a cap on logits"),
+        (has_sinks, "attention sinks"),
+        (has_alibi, "ALiBi slopes"),
+    ):
+        if there:
+            return f"{name} is not applied by these kernels"
+    return None
+
+
+def fit_codebook(centroids: torch.Tensor) -> Codebook:
+    """Return the odd polynomial of the kernel for MSE centroids, [8] or [16] ascending; at set-up, since it reads them.
+
+    Norm correction cancels its scale.  It misses a centroid of 16 by less than 0.3 % of their standard deviation, which
+    adds 0.013 % to the error of quantization; a look-up would take a gather for each code.
+    """
+    values = centroids.detach().to("cpu", torch.float64)
+    if values.numel() not in (8, 16):
+        raise ValueError(f"centroids: got {values.numel()} of them; MSE keys have 8 or 16")
+    unit = values.square().mean().sqrt()
+    size = values.numel()
+    x = (2 * torch.arange(size // 2, size, dtype=torch.float64) + 1) / size - 1
+    terms = 4 if size == 16 else 3
+    powers = torch.stack([x ** (2 * term + 1) for term in range(terms)], dim=1)
+    wanted = values[size // 2 :] / unit
+    coefficients = torch.linalg.lstsq(powers, wanted).solution
+    miss = max((powers @ coefficients - wanted).abs().max().item(), (values + values.flip(0)).abs().max().item())
+    if miss > 0.01:
+        raise ValueError(
+            f"centroids: an odd polynomial misses them by {miss:.3f} of their size; the kernel allows 0.01"
+        )
+    first, third, fifth, seventh = (round(number, 5) for number in [*coefficients.tolist(), 0.0][:4])
+    return first, third, fifth, seventh
+
+
+def num_programs(device: torch.device | str, launch: Launch) -> int:
+    """Programs that fill a device, whatever the batch is."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * launch.programs_per_sm
+
+
+def workspace_floats(
+    *, programs: int, num_requests: int, num_heads: int, num_kv_heads: int, max_query_len: int, head_size: int
+) -> int:
+    """fp32 numbers that a call needs: a partial result for each program and for each request's KV head."""
+    rows = num_heads // num_kv_heads * max_query_len
+    return (programs + num_requests * num_kv_heads) * rows * (head_size + 2)
+
+
+def verify_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    max_query_len: int,
+    layout: SlotLayout,
+    scale: float,
+    codebook: Codebook | None,
+    workspace: Workspace,
+    out: torch.Tensor,
+    launch: Launch,
+) -> None:
+    """Attend causally from the last query tokens of each request to its packed KV, into out.
+
+    query, out: [T, Hq, D], fp16 or bf16, the last dimension dense.  kv_cache: uint8 [blocks, block tokens, Hk, slot].
+    block_table: int32 [R, W].  seq_lens: int32 [R], tokens of each request with its queries.  query_start_loc: int32
+    [R + 1].  Token j of a request's q queries sees its first seq_len - q + 1 + j tokens.  Requests without query tokens
+    cost nothing, and tokens after the last request become zero; a length of 0 gives zeros.  Lengths are read on the
+    device alone.  codebook: of `fit_codebook`, for MSE keys, taken to be rotated by the Sylvester-Hadamard matrix.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    num_requests = seq_lens.shape[0]
+    _, page_tokens, num_kv_heads, _ = kv_cache.shape
+    group = num_heads // num_kv_heads
+    rows = group * max_query_len
+    units = workspace.programs + num_requests * num_kv_heads
+    partial = workspace.partial
+    stats = partial[units * rows * head_size :]
+    cache = kv_cache.view(torch.uint16)
+    block_requests = max(16, triton.next_power_of_2(num_requests))
+    if not layout.key_is_fp8:
+        if codebook is None:
+            raise ValueError(f"codebook: {layout.preset.name} needs the one of fit_codebook")
+        scale = scale / math.sqrt(head_size)
+    common = {"HK": num_kv_heads, "GROUP": group, "D": head_size, "N": launch.block_tokens, "BLOCK_R": block_requests}
+    _attend[(workspace.programs,)](
+        query,
+        cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        partial,
+        stats,
+        num_requests,
+        workspace.programs,
+        launch.min_tiles,
+        scale * math.log2(math.e),
+        query.stride(0),
+        query.stride(1),
+        block_table.stride(0),
+        STRIDE_PAGE=cache.stride(0),
+        STRIDE_TOKEN=cache.stride(1),
+        STRIDE_HEAD=cache.stride(2),
+        ROWS=rows,
+        M=max(16, triton.next_power_of_2(rows)),
+        PAGE=page_tokens,
+        KEY_BITS=layout.preset.key_bits,
+        VALUE_BITS=layout.preset.value_bits,
+        NORM=0 if layout.key_is_fp8 else layout.norm_offset // 2,
+        VALUE=layout.value_offset // 2,
+        SCALE=layout.scale_offset // 2,
+        CODEBOOK=codebook,
+        HARDWARE_FP8=launch.hardware_fp8,
+        FETCH_AHEAD=launch.fetch_ahead and query.is_cuda,
+        FP8_UNIT=1.0 / E4M3_IN_FP16,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **common,
+    )
+    _merge[(max(num_requests * max_query_len, num_tokens), num_heads)](
+        partial,
+        stats,
+        seq_lens,
+        query_start_loc,
+        out,
+        num_requests,
+        workspace.programs,
+        launch.min_tiles,
+        num_tokens,
+        out.stride(0),
+        out.stride(1),
+        QUERIES=max_query_len,
+        BLOCK_S=_MERGE_BLOCK,
+        num_warps=4,
+        num_stages=2,
+        **common,
+    )
