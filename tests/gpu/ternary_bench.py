@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm_graft.quantization import ternary_kernels, ternary_layout
-from vllm_graft.quantization.ternary_kernels import GemmConfig, GemvConfig
+from vllm_graft.quantization.ternary import kernels, layout
+from vllm_graft.quantization.ternary.kernels import GemmConfig, GemvConfig
 
 Config = GemvConfig | GemmConfig
 COLD_BYTES = 192 << 20  # three times the L2 cache of an H200
@@ -40,7 +40,7 @@ def name(config: Config) -> str:
     return f"gemm {config.outputs}x{config.tokens} w{config.warps} s{config.stages}"
 
 
-def weights(shape: Shape, group: int | None, at_least: int = 1) -> list[ternary_layout.TernaryWeight]:
+def weights(shape: Shape, group: int | None, at_least: int = 1) -> list[layout.TernaryWeight]:
     """Random packed weights, enough of them that the first has left the cache when the last was read."""
     copies = max(at_least, -(-COLD_BYTES // shape.packed_bytes))
     return [weight(shape, group, seed) for seed in range(copies)]
@@ -52,7 +52,7 @@ def weight(shape: Shape, group: int | None, seed: int, dtype: torch.dtype = torc
     values = torch.randint(-1, 2, (shape.n, shape.k), generator=random, device="cuda", dtype=torch.int8)
     groups = shape.k // group if group else 1
     scales = torch.rand(shape.n, groups, generator=random, device="cuda") * 0.02 + 0.01
-    return ternary_layout.pack(values, scales.to(dtype))
+    return layout.pack(values, scales.to(dtype))
 
 
 def microseconds(calls: Sequence[Callable[[], Any]], least_us: float = 3000) -> float:
@@ -100,7 +100,7 @@ def launch_us() -> float:
 def ternary_us(packed: Sequence[Any], m: int, config: Config) -> float:
     """Time of one product of m tokens."""
     x = torch.randn(m, packed[0].k, device="cuda", dtype=torch.bfloat16)
-    return microseconds([partial(ternary_kernels.linear, x, one, None, config) for one in packed])
+    return microseconds([partial(kernels.linear, x, one, None, config) for one in packed])
 
 
 def dense_us(shape: Shape, m: int) -> float:
@@ -119,11 +119,11 @@ def error(m: int, shape: Shape, group: int | None, dtype: torch.dtype, config: C
     added = torch.randn(shape.n, device="cuda", dtype=dtype) if bias else None
     poison = torch.full((m, shape.n), torch.nan, device="cuda", dtype=dtype)  # the allocator hands it to the product
     del poison
-    y = ternary_kernels.linear(x, one, added, config)
-    if not torch.equal(y, ternary_kernels.linear(x, one, added, config)):
+    y = kernels.linear(x, one, added, config)
+    if not torch.equal(y, kernels.linear(x, one, added, config)):
         return float("nan")
-    values = ternary_layout.unpack_words(one.words, one.n, one.k).double()
-    columns = ternary_layout.unpack_scales(one.scales, one.n).double().repeat_interleave(one.group, dim=1)
+    values = layout.unpack_words(one.words, one.n, one.k).double()
+    columns = layout.unpack_scales(one.scales, one.n).double().repeat_interleave(one.group, dim=1)
     truth = x.double() @ (values * columns[:, : one.k]).T
     if added is not None:
         truth += added.double()

@@ -4,7 +4,7 @@
     python3 tests/gpu/ternary_speed.py --tune --results tests/gpu/results/ternary_speed.json
 
 Needs torch, Triton and one NVIDIA GPU; no vLLM, no network.  Without --tune only the configurations that
-`ternary_kernels.choose` gives are measured.  Each figure is written as soon as it is there, and one that is in the
+`kernels.choose` gives are measured.  Each figure is written as soon as it is there, and one that is in the
 results file is not measured again.  The exit status is 1 when a product is wrong, 3 when the budget ended first.
 """
 
@@ -29,8 +29,8 @@ import ternary_bench as bench
 import torch
 import triton
 from ternary_bench import Config, Shape
-from vllm_graft.quantization import ternary_kernels
-from vllm_graft.quantization.ternary_kernels import GemmConfig, GemvConfig
+from vllm_graft.quantization.ternary import kernels
+from vllm_graft.quantization.ternary.kernels import GemmConfig, GemvConfig
 
 RESULTS = Path(__file__).parent / "results" / "ternary_speed.json"
 SCHEMA = 1
@@ -135,7 +135,7 @@ class Run:
 
     def configs(self, m: int, shape: Shape) -> tuple[Config, ...]:
         """The configurations to measure."""
-        chosen = ternary_kernels.choose(m, shape.n, shape.k, shape.k)
+        chosen = kernels.choose(m, shape.n, shape.k, shape.k)
         tried: tuple[Config, ...] = ()
         if self.tune:
             tried = ONE_TOKEN if m == 1 else FEW_TOKENS if m <= 16 else MANY_TOKENS.get(m, LARGE)
@@ -150,7 +150,7 @@ class Run:
                 if self._key(m, shape, config) not in self.results["us"]:
                     wanted.setdefault(_compiled_alike(m, shape, config), Product(m, shape, None, config))
         for m, shape, group, asked in CORRECTNESS:
-            chosen = asked or ternary_kernels.choose(m, shape.n, shape.k, group or shape.k)
+            chosen = asked or kernels.choose(m, shape.n, shape.k, group or shape.k)
             wanted.setdefault(f"{m} {shape} {group} {chosen}", Product(m, shape, group, chosen))
         with multiprocessing.get_context("fork").Pool(processes) as pool:
             failures = [text for text in pool.imap_unordered(_compile, wanted.values()) if text]
@@ -244,7 +244,7 @@ class Run:
                 if not times:
                     continue
                 best = min(times, key=lambda key: times[key])
-                chosen = bench.name(ternary_kernels.choose(m, shape.n, shape.k, shape.k))
+                chosen = bench.name(kernels.choose(m, shape.n, shape.k, shape.k))
                 lines.append(self._line(m, shape, best, times[best], chosen, times.get(chosen), copy))
         lines += [f"not compiled: {text[:160]}" for text in self.results["not_compiled"]]
         return "\n".join(lines)
@@ -294,7 +294,7 @@ def _compile(product: Product) -> str:
     try:
         one = bench.weight(product.shape, product.group, 0)
         x = torch.randn(product.m, product.shape.k, device="cuda", dtype=torch.bfloat16)
-        ternary_kernels.linear(x, one, None, product.config)
+        kernels.linear(x, one, None, product.config)
         torch.cuda.synchronize()
     except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError, RuntimeError) as error:
         return f"{product.m} x {product.shape} {bench.name(product.config)}: {type(error).__name__}: {str(error)[:200]}"

@@ -1,4 +1,4 @@
-"""Triton kernels that multiply by ternary weights as they lie in memory (`ternary_layout`), 2 bits each.
+"""Triton kernels that multiply by ternary weights as they lie in memory (`layout`), 2 bits each.
 
 Both put the weight on the side of the tensor cores' first operand, because its words are that operand's fragments: a
 load of 16 bytes a lane, then a shift and a mask for two weights, and no trip through shared memory.  Values are 2 * t,
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.quantization.ternary_layout import COLUMNS, ROWS, TernaryWeight
+from vllm_graft.quantization.ternary.layout import COLUMNS, ROWS, TernaryWeight
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no inline assembly
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_graft.quantization.ternary_layout import TernaryWeight, unpack_scales, unpack_words
+from vllm_graft.quantization.ternary.layout import TernaryWeight, unpack_scales, unpack_words
 
 
 def dequantize(weight: TernaryWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
