@@ -429,8 +429,8 @@ def _merge(
     first_query = tl.load(query_start + request, mask=there, other=0)
     queries = tl.load(query_start + request + 1, mask=there, other=0) - first_query
     where = output + query_head * stride_output_head + 4 * (d % (D // 4)) + d // (D // 4)
-    padding = (at < num_tokens) & (at >= tl.load(query_start + num_requests))
-    tl.store(where + at * stride_output_token, tl.zeros_like(d).to(output.dtype.element_ty), mask=(d < D) & padding)
+    if (at < num_tokens) & (at >= tl.load(query_start + num_requests)):
+        tl.store(where + at * stride_output_token, tl.zeros_like(d).to(output.dtype.element_ty), mask=d < D)
     if row_token < queries:
         ends = _tiles_before(seq_lens, query_start, num_requests, BLOCK_R, N)
         r = tl.arange(0, BLOCK_R)
@@ -449,13 +449,13 @@ def _merge(
         if tiles > 0:
             for start in range(first, last + 1, BLOCK_S):
                 program = start + tl.arange(0, BLOCK_S)
-                there = program <= last
+                part = program <= last
                 slot = (slots + program).to(tl.int64)
-                peaks = tl.load(stats + slot * (2 * ROWS) + row, mask=there, other=-float("inf"))
-                sums = tl.load(stats + slot * (2 * ROWS) + ROWS + row, mask=there, other=0.0)
+                peaks = tl.load(stats + slot * (2 * ROWS) + row, mask=part, other=-float("inf"))
+                sums = tl.load(stats + slot * (2 * ROWS) + ROWS + row, mask=part, other=0.0)
                 parts = tl.load(
                     partial + (slot * ROWS + row)[:, None] * D + d[None, :],
-                    mask=there[:, None] & (d < D)[None, :],
+                    mask=part[:, None] & (d < D)[None, :],
                     other=0.0,
                 )
                 new_peak = tl.maximum(peak, tl.max(peaks, 0))
