@@ -233,8 +233,11 @@ def train(options: argparse.Namespace) -> None:
             if elapsed >= next_check:
                 next_check = elapsed + 60
                 export(network, out)
-                with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                    note(s=round(elapsed, 1), step=step, held_out=score(network, watched, device))
+                try:
+                    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                        note(s=round(elapsed, 1), step=step, held_out=score(network, watched, device))
+                except RuntimeError as error:
+                    note(s=round(elapsed, 1), step=step, not_scored=str(error))
         data.stop()
         export(network, out)
         evaluate(rounded(network), out, device, {"steps": step, "tokens": tokens, "seconds": round(length, 1)})
