@@ -118,6 +118,11 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight)
 
 
+def added(residual: Tensor, change: Tensor) -> Tensor:
+    """Add to the residual stream, which is kept in the type that vLLM keeps it in, the model's."""
+    return (residual.float() + change.float()).to(residual.dtype)
+
+
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
@@ -125,7 +130,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 @part
 def dense(residual: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Add a layer's MLP to the residual stream."""
-    return residual + swiglu(rms_norm(residual, norm), gate, up, down).float()
+    return added(residual, swiglu(rms_norm(residual, norm), gate, up, down))
 
 
 @part
@@ -152,7 +157,7 @@ def mixture(
     for index, expert in enumerate(experts):
         out = out + weight[:, index : index + 1] * swiglu(x, *expert).float()
     load = mask.sum(-2).float().mean(0) / TOP_K
-    return residual + out, (load * shares.mean(0)).sum() * shares.shape[-1]
+    return added(residual, out), (load * shares.mean(0)).sum() * shares.shape[-1]
 
 
 TOP_K = 2
@@ -276,7 +281,7 @@ def delta_out(
     read = query @ state + within @ (new - taken_off @ state)
     read = read.transpose(1, 2).flatten(0, 1)
     read = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + 1e-6) * norm
-    return residual + F.linear((read * F.silu(gate.float())).flatten(1), out).float()
+    return added(residual, F.linear((read * F.silu(gate.float())).flatten(1), out))
 
 
 @part
@@ -302,13 +307,19 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
 @part
 def attention_out(residual: Tensor, read: Tensor, gate: Tensor, out: Tensor) -> Tensor:
     """Add attention's output (tokens, heads, size) to the residual stream."""
-    return residual + F.linear((read * torch.sigmoid(gate)).flatten(1), out).float()
+    return added(residual, F.linear((read * torch.sigmoid(gate)).flatten(1), out))
+
+
+def working_type(x: Tensor) -> torch.dtype:
+    """The type of autocast, or of `x` without it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
     """Causal attention within rows of equal length."""
     groups = query.shape[1] // key.shape[1]
-    dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else query.dtype
+    dtype = working_type(query)
     query, key, value = (x.to(dtype).view(rows, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     with torch.autocast(query.device.type, enabled=False):
@@ -319,7 +330,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
 @part
 def mtp_in(hidden: Tensor, embedded: Tensor, hidden_norm: Tensor, embedding_norm: Tensor, fc: Tensor) -> Tensor:
     """Join what was computed at a token with the next token's embedding."""
-    return F.linear(torch.cat([rms_norm(embedded, embedding_norm), rms_norm(hidden, hidden_norm)], -1), fc).float()
+    return F.linear(torch.cat([rms_norm(embedded, embedding_norm), rms_norm(hidden, hidden_norm)], -1), fc)
 
 
 @part
@@ -356,7 +367,8 @@ class Network(nn.Module):  # type: ignore[misc]
     def hidden(self, tokens: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Return the normed hidden states, whose product with lm_head are the logits, and the balancing loss."""
         residual = F.embedding(tokens.flatten(), self.weight("model.embed_tokens"))
-        balance = residual.new_zeros(())
+        residual = residual.to(working_type(residual))
+        balance = torch.zeros((), device=residual.device)
         for index, kind in enumerate(self.config["layer_types"]):
             residual, loss = self.layer(f"model.layers.{index}", residual, kind, places)
             balance = balance + loss
@@ -411,7 +423,7 @@ class Network(nn.Module):  # type: ignore[misc]
     def _mlp(self, name: str, residual: Tensor) -> tuple[Tensor, Tensor]:
         norm = self.weight(f"{name}.post_attention_layernorm")
         if f"{name}.mlp.gate.weight" not in self.parameters_by_name:
-            return dense(residual, norm, *self._swiglu(f"{name}.mlp")), residual.new_zeros(())
+            return dense(residual, norm, *self._swiglu(f"{name}.mlp")), torch.zeros((), device=residual.device)
         return mixture(
             residual,
             norm,
