@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
+from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Annotated, Any, Literal
 
 from jinja2 import StrictUndefined, Template
@@ -23,7 +24,8 @@ from launcher.evidence import Evidence
 from launcher.logtext import Hit
 from launcher.problems import Cause
 
-RULES = Path(__file__).resolve().parent / "rules"
+RULES = resources.files("launcher") / "rules"
+"""Also where the launcher lies in a zip file."""
 _RANKS = ("error", "state", "symptom")
 _LONGEST_SHOWN_LINE = 600
 """Characters."""
@@ -145,14 +147,15 @@ def shows_failure(evidence: Evidence) -> bool:
 
 
 @cache
-def rules(folder: Path = RULES) -> tuple[Rule, ...]:
+def rules(folder: Traversable = RULES) -> tuple[Rule, ...]:
     """Return the rules of all files, in the order of the files' names.
 
     Raises:
         pydantic.ValidationError: a rule is wrong.
         ValueError: two rules share an id.
     """
-    documents = [yamltext.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))]
+    files = sorted((path for path in folder.iterdir() if path.name.endswith(".yaml")), key=lambda path: path.name)
+    documents = [yamltext.parse(path.read_text(encoding="utf-8")) for path in files]
     loaded = tuple(Rule.model_validate(rule) for document in documents for rule in document["rules"])
     ids = [rule.id for rule in loaded]
     twice = sorted({name for name in ids if ids.count(name) > 1})

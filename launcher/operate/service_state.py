@@ -36,6 +36,8 @@ class ServiceStatus(BaseModel):
     """When the engine is started again; None unless that is settled."""
     engine_pid: int | None = None
     """The engine's process, which leads its process group; None while there is none."""
+    ends_s: tuple[float, ...] = ()
+    """When the engine ended without being asked to, as far back as the budget of restarts looks."""
     restarts: int = 0
     """How often the engine was started again since `graft up`."""
     memory_deaths: int = 0

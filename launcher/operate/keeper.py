@@ -1,0 +1,289 @@
+"""Keep an engine running: the main process of the engine's container, or of the session of a local server.
+
+It starts the engine, passes its output on, and when the engine ends says why, and starts it again or does not.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from launcher.operate import tail
+from launcher.operate.budget import Budget
+from launcher.operate.endings import BY_WATCHDOG, MEMORY_CAUSES, Again, End, Stop, judge, reason_of
+from launcher.operate.engine import Engine, adopt_orphans
+from launcher.operate.events import EventLog, Kind, event
+from launcher.operate.service_state import Mode, ServiceStatus, StateFile
+
+SERVING_MARKS = (b"Application startup complete", b"Starting vLLM server on")
+"""uvicorn's line, which an argument can switch off, and vLLM's own just before it."""
+WATCHDOG_AGAIN_S = 1.0
+NVIDIA_SMI_TIMEOUT_S = 20.0
+_OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
+
+
+class KeeperSettings(BaseModel):
+    """What a keeper is told, as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    service: str
+    """The profile's name, for events."""
+    folder: Path
+    """Where service.json, events and last words go."""
+    commands: dict[Mode, tuple[str, ...]]
+    """`normal`, and `degraded` where there are smaller settings."""
+    budget: Budget = Budget()
+    watchdog: tuple[str, ...] = ()
+    """Started beside the engine; empty where something else starts it."""
+    linger_s: float = 0.0
+    """After the last event: until the watchdog has told the webhook."""
+    has_gpu: bool = False
+    context: dict[str, Any] = Field(default_factory=dict)
+    """What the plan says, for the diagnosis: fields of `launcher.evidence.Context`."""
+
+
+class Keeper:
+    """Runs engines one after the other."""
+
+    def __init__(self, settings: KeeperSettings, out: int = 1) -> None:
+        self._settings, self._out = settings, out
+        self._state = StateFile(settings.folder)
+        self._events = EventLog(settings.folder, out)
+        self._engine: Engine | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._watchdog_s = float("-inf")
+        self._is_stopping = False
+        self._log_fails = False
+        self._ended_s: float | None = None
+        """When the engine ended that is being replaced; None where none is."""
+
+    def run(self) -> int:
+        """Keep engines running; return the exit code of the last, or 0 after giving up."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        adopt_orphans()
+        status = self._taken_over()
+        has_served = status.phase != "loading"
+        while True:
+            exit_code, words = self._one_run()
+            if self._is_stopping:
+                self._change(phase="stopped", reason="stopped on request", engine_pid=None, next_start_s=None)
+                return self._over(exit_code)
+            has_served = has_served or self._state.read().phase == "serving"
+            follows = self._after(self._end(exit_code, has_served, words))
+            if isinstance(follows, Stop):
+                self._pause(self._settings.linger_s)
+                # What gives up on purpose is not started again by others; a first start fails as the engine did.
+                return self._over(0 if has_served else exit_code)
+            self._pause(follows.wait_s)
+            if self._is_stopping:
+                self._change(phase="stopped", reason="stopped on request", next_start_s=None)
+                return self._over(exit_code)
+
+    def _taken_over(self) -> ServiceStatus:
+        """Return the status to begin with: a fresh one, or that of a keeper that died while it kept."""
+        before = self._state.read()
+        if before.phase not in ("serving", "restarting"):
+            return self._state.change(lambda status: ServiceStatus(since_s=time.time()))
+        now_s = self._ended_s = time.time()
+        ends = (*self._settings.budget.recent(before.ends_s, now_s), now_s)
+        reason = "the process that keeps the engine was ended"
+        self._tell("engine-ended", reason)
+        return self._change(
+            phase="restarting", reason=reason, cause=None, ends_s=ends, restarts=before.restarts + 1, engine_pid=None
+        )
+
+    def _one_run(self) -> tuple[int, tail.Tail]:
+        """Start an engine, follow it to its end, and return its exit code and its last words."""
+        status, words, seen = self._state.read(), tail.Tail(), b""
+        self._oom_kills = _oom_kills()
+        self._engine = engine = Engine(self._settings.commands[status.mode])
+        self._started_s = time.time()
+        self._change(engine_pid=engine.pid, next_start_s=None)
+        self._tell("engine-started", f"process {engine.pid}, {status.mode} settings")
+        if self._is_stopping:
+            engine.signal_leader(signal.SIGTERM)
+        is_serving = False
+
+        def on_output(data: bytes) -> None:
+            nonlocal seen, is_serving
+            words.add(data)
+            self._write(data)
+            if not is_serving:
+                seen = seen[-100:] + data
+                if any(mark in seen for mark in SERVING_MARKS):
+                    is_serving = True
+                    self._serves()
+
+        exit_code = engine.follow(on_output, self._keep_watchdog)
+        self._engine = None
+        return exit_code, words
+
+    def _serves(self) -> None:
+        took_s = None if self._ended_s is None else round(time.time() - self._ended_s, 2)
+        self._ended_s = None
+        status = self._change(phase="serving", cause=None, remedy=None)
+        if not status.is_degraded:
+            self._change(reason="")
+        again = "" if took_s is None else f" again, {took_s:.0f} s after it ended"
+        mode = " with the smaller settings" if status.is_degraded else ""
+        self._tell("engine-serving", f"the engine serves{again}{mode}", took_s=took_s)
+
+    def _end(self, exit_code: int, has_served: bool, words: tail.Tail) -> End:
+        """Return how the engine ended and why; its last words are saved."""
+        tail.save(words, self._settings.folder)
+        now_s = time.time()
+        status = self._state.read()
+        if status.cause == BY_WATCHDOG and exit_code == -signal.SIGKILL:
+            return End(exit_code, has_served, now_s, BY_WATCHDOG, status.reason)
+        found = self._diagnosis(exit_code, words, status)
+        if found is None:
+            return End(exit_code, has_served, now_s)
+        return End(exit_code, has_served, now_s, found.cause, found.message, found.remedy, found.restart_helps)
+
+    def _diagnosis(self, exit_code: int, words: tail.Tail, status: ServiceStatus) -> Any:
+        # Late: most keepers never need the rules, and they are half of the memory.
+        from launcher.diagnose import diagnose
+        from launcher.evidence import ContainerState, Context, Evidence
+        from launcher.host import kernel
+
+        state = ContainerState(
+            status="exited",
+            exit_code=exit_code,
+            oom_killed=_oom_kills() > self._oom_kills,
+            restart_count=status.restarts,
+        )
+        nvml_error = _nvidia_smi_error() if self._settings.has_gpu else None
+        known = {**self._settings.context, "container": state, "nvml_error": nvml_error}
+        context = Context.model_validate(known)
+        return diagnose(Evidence(words.text(), context, kernel.log(self._started_s)))
+
+    def _after(self, end: End) -> Again | Stop:
+        """Count an end, decide what follows, and tell it."""
+        self._ended_s = end.at_s
+        is_memory = end.cause in MEMORY_CAUSES
+        counted = self._state.change(
+            lambda status: status.model_copy(
+                update={
+                    "ends_s": (*self._settings.budget.recent(status.ends_s, end.at_s), end.at_s),
+                    "memory_deaths": status.memory_deaths + is_memory,
+                    "engine_pid": None,
+                }
+            )
+        )
+        told = {"cause": end.cause, "remedy": end.remedy}
+        self._tell("engine-ended", reason_of(end), **told)
+        follows = judge(end, counted, self._settings.budget, can_degrade="degraded" in self._settings.commands)
+        if isinstance(follows, Stop):
+            self._change(phase="stopped", reason=follows.reason, next_start_s=None, **told)
+            self._tell("service-stopped", follows.reason, **told)
+            return follows
+        is_news = follows.mode == "degraded" and not counted.is_degraded
+        reason = f"{follows.reason}, {counted.memory_deaths} times for lack of memory" if is_news else follows.reason
+        self._change(
+            phase="restarting",
+            mode=follows.mode,
+            reason=reason,
+            next_start_s=end.at_s + follows.wait_s,
+            restarts=counted.restarts + 1,
+            **told,
+        )
+        if is_news:
+            self._tell("service-degraded", f"{reason}: it is started with the smaller settings", **told)
+        self._tell("engine-restarting", f"in {follows.wait_s:g} s")
+        return follows
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._is_stopping = True
+        if self._engine is not None:
+            self._engine.signal_leader(signal.SIGTERM)
+
+    def _pause(self, seconds: float) -> None:
+        deadline_s = time.monotonic() + seconds
+        while not self._is_stopping and (left_s := deadline_s - time.monotonic()) > 0:
+            self._keep_watchdog()
+            time.sleep(min(0.2, left_s))
+
+    def _keep_watchdog(self) -> None:
+        """Start the watchdog, again where it ended; not in a hurry, should it end each time."""
+        if not self._settings.watchdog or (self._watchdog is not None and self._watchdog.poll() is None):
+            return
+        if time.monotonic() - self._watchdog_s < WATCHDOG_AGAIN_S or self._is_stopping:
+            return
+        self._watchdog_s = time.monotonic()
+        self._watchdog = subprocess.Popen(self._settings.watchdog, stdin=subprocess.DEVNULL, stdout=self._out)
+
+    def _over(self, exit_code: int) -> int:
+        if self._watchdog is not None and self._watchdog.poll() is None:
+            self._watchdog.terminate()
+            self._watchdog.wait()
+        return exit_code
+
+    def _write(self, data: bytes) -> None:
+        """Pass output on; a log that takes none must not stop the engine."""
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._out, view) :]
+        except OSError as error:
+            if not self._log_fails:
+                self._log_fails = True
+                self._tell("log-not-written", f"the log takes no more: {error.strerror}; the engine goes on")
+            return
+        self._log_fails = False
+
+    def _change(self, **update: object) -> ServiceStatus:
+        return self._state.change(lambda status: status.model_copy(update=update))
+
+    def _tell(self, kind: Kind, message: str, **more: object) -> None:
+        self._events.write(event(kind, self._settings.service, message, **more))
+
+
+def _oom_kills(counters: Sequence[Path] = _OOM_COUNTERS) -> int:
+    """Return how often the kernel killed a process of this control group for memory; 0 where it does not say."""
+    for path in counters:
+        try:
+            lines = path.read_text(encoding="ascii").split("\n")
+        except OSError:
+            continue
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
+
+
+def _nvidia_smi_error(run: Callable[..., Any] = subprocess.run) -> str | None:
+    """Return what NVIDIA's own tool says is wrong with the GPUs; None where nothing, or where there is no such tool."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        ended = run((program, "-L"), capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = " ".join(f"{ended.stdout} {ended.stderr}".split())
+    return said[:500] if ended.returncode != 0 or "lost" in said.lower() else None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Keep the engine that a settings file describes; ends as the engine did, by the same signal where it was one."""
+    if len(argv) != 1:
+        print("keep: one argument is needed, the file of its settings", file=sys.stderr)
+        return 2
+    try:
+        settings = KeeperSettings.model_validate_json(Path(argv[0]).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        print(f"keep: {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    exit_code = Keeper(settings).run()
+    if exit_code < 0:
+        signal.signal(-exit_code, signal.SIG_DFL) if -exit_code != signal.SIGKILL else None
+        os.kill(os.getpid(), -exit_code)
+    return exit_code
