@@ -65,7 +65,7 @@ class Build(Part):
 
 
 class Dependency(Part):
-    condition: Literal["service_completed_successfully"]
+    condition: Literal["service_completed_successfully", "service_started"]
 
 
 class Logging(Part):
@@ -95,14 +95,18 @@ class Service(Part):
     cap_add: tuple[str, ...] = ()
     security_opt: tuple[str, ...] = ("no-new-privileges:true",)
     network_mode: Literal["none"] | None = None
+    networks: tuple[str, ...] = ()
+    """Empty: the project's default network."""
     ports: tuple[Port, ...] = ()
     volumes: tuple[Mount, ...] = ()
     tmpfs: tuple[str, ...] = ()
     shm_size: str | None = None
+    mem_limit: str | None = None
     devices: tuple[str, ...] = ()
     deploy: Deploy | None = None
     healthcheck: Healthcheck | None = None
     restart: str
+    stop_signal: str | None = None
     stop_grace_period: str | None = None
     logging: Logging | None = None
     labels: dict[str, str] = Field(default_factory=dict)
@@ -110,6 +114,11 @@ class Service(Part):
 
 class Volume(Part):
     name: str
+
+
+class Network(Part):
+    internal: bool = False
+    """Whether it has no way out."""
 
 
 class SecretFile(Part):
@@ -121,6 +130,7 @@ class ComposeFile(Part):
 
     name: str
     services: dict[str, Service]
+    networks: dict[str, Network] = Field(default_factory=dict)
     volumes: dict[str, Volume] = Field(default_factory=dict)
     secrets: dict[str, SecretFile] = Field(default_factory=dict)
 

@@ -62,6 +62,25 @@ class Image(PlanPart):
     python: str
 
 
+class Gateway(PlanPart):
+    """What stands between clients and the server."""
+
+    max_request_bytes: int
+    max_waiting: int
+    max_in_flight: int
+    """Requests that run and wait."""
+    silence_timeout_s: int
+    tls_certificate: str | None
+    """PEM file on this machine; None: no TLS."""
+    tls_port: int
+    choices: tuple[Flag, ...]
+    """The values above with their reasons."""
+
+    def plain_host(self, host: str) -> str:
+        """Return where the port without TLS listens: beside TLS it is for this machine alone."""
+        return "127.0.0.1" if self.tls_certificate else host
+
+
 class Plan(PlanPart):
     """All decisions of one start."""
 
@@ -78,6 +97,8 @@ class Plan(PlanPart):
     """None for the host runtime."""
     host: str
     port: int
+    gateway: Gateway | None = None
+    """None: clients reach the server itself."""
     monitoring: Monitoring = Monitoring()
     max_model_len: int | None
     """Planned context in tokens; None where the geometry is not known yet and vLLM decides."""

@@ -17,6 +17,7 @@ from launcher.fit.geometry import FitError, Geometry, GeometryError, geometry_fr
 from launcher.fit.shapes import weights_from_shapes
 from launcher.fit.weights import Weights
 from launcher.flags import Decisions, refuse_owned, serve_flags, server_environment
+from launcher.gateway.choices import gateway_of
 from launcher.host.devices import Device
 from launcher.host.facts import HostFacts
 from launcher.host.modelfiles import IncompleteFile
@@ -380,6 +381,7 @@ def _plan(
         image=inputs.pin.image() if runtime == "docker" else None,
         host=profile.serve.host,
         port=profile.serve.port,
+        gateway=gateway_of(profile, runtime, decisions.max_num_seqs),
         monitoring=profile.monitoring,
         max_model_len=decisions.max_model_len,
         tensor_parallel_size=profile.serve.tensor_parallel_size,

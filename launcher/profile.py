@@ -110,6 +110,23 @@ class Monitoring(Values):
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9090
 
 
+class Gateway(Values):
+    """What stands between clients and vLLM: HAProxy and a relay (docs/gateway.md)."""
+
+    enabled: bool | Literal["auto"] = "auto"
+    """`auto`: with Docker yes; as a local process no, since HAProxy must be installed there."""
+    max_waiting: Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = "auto"
+    """Requests that may wait; more are told to come again (429). `auto`: by the number that run."""
+    max_request_mib: Annotated[int, Field(ge=1, le=512)] = 8
+    """Largest body of a request."""
+    silence_timeout_s: Annotated[int, Field(ge=10, le=86_400)] = 600
+    """Longest silence of the engine, before an answer and within one."""
+    tls_certificate: str | None = None
+    """PEM file with the certificate, its chain and its key, by its whole path: `tls_port` then speaks TLS on
+    `serve.host`, and `serve.port` stays on 127.0.0.1."""
+    tls_port: Annotated[int, Field(ge=1, le=65535)] = 8443
+
+
 class Profile(Values):
     """One GPU set-up and how to serve on it."""
 
@@ -123,6 +140,7 @@ class Profile(Values):
     vllm: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+$")]
     """vLLM release; a key of `images/pins.yaml`."""
     serve: Serve
+    gateway: Gateway = Gateway()
     monitoring: Monitoring = Monitoring()
     disabled_fixes: tuple[str, ...] = ()
     """Fixes that are not applied; `graft fixes` lists their ids."""

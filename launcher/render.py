@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import jinja2
-
 from launcher.composefile import (
     BindOptions,
     Build,
@@ -27,10 +25,12 @@ from launcher.composefile import (
     Service,
     Volume,
 )
+from launcher.gateway import services as gateway
 from launcher.monitoring import files as monitoring_files
 from launcher.monitoring import services as monitoring
 from launcher.plan import Image, Plan
 from launcher.state import CHECKOUT
+from launcher.templates import template
 
 USER = "2000:0"
 """The user that the vllm/vllm-openai image prepares."""
@@ -108,6 +108,7 @@ def run(plan: Plan, around: Surroundings | None = None) -> dict[str, str]:
         "entrypoint.sh": entrypoint(plan, heading),
         "image/Dockerfile": dockerfile(plan.image, around.wheel),
         "image/manifest.py": manifest_script(),
+        **(gateway.files(plan.gateway, heading, f"http://{SERVICE}:{CONTAINER_PORT}") if plan.gateway else {}),
         **files,
         **monitoring_texts(plan),
     }
@@ -118,14 +119,14 @@ def entrypoint(plan: Plan, heading: str) -> str:
     serve = ("vllm", "serve", f"/models/{plan.model}", "--host", "0.0.0.0", "--port", str(CONTAINER_PORT))
     flags = [(flag.name,) if flag.value is None else (flag.name, flag.value) for flag in plan.flags]
     line = shlex.join((*serve, *plan.argv()))
-    return _template("compose/entrypoint.sh.j2").render(
+    return template("compose/entrypoint.sh.j2").render(
         heading=heading, secrets=SECRETS, line=f"graft: exec {line}", serve=serve, flags=flags
     )
 
 
 def dockerfile(image: Image, wheel: str) -> str:
     """Return the Dockerfile that adds the wheel to the pinned base and proves its fixes."""
-    return _template("images/Dockerfile.j2").render(image=image, wheel=wheel, user=USER)
+    return template("images/Dockerfile.j2").render(image=image, wheel=wheel, user=USER)
 
 
 def manifest_script() -> str:
@@ -137,12 +138,14 @@ def compose_file(plan: Plan, around: Surroundings) -> ComposeFile:
     """Return the Compose document of a plan for Docker."""
     name = project_name(plan.profile)
     secrets = (*around.secrets, monitoring.PASSWORD)
+    services = {
+        **_services(plan, around, name),
+        **monitoring.services(plan, around.images, monitoring_texts(plan), around.engine),
+    }
     return ComposeFile(
         name=name,
-        services={
-            **_services(plan, around, name),
-            **monitoring.services(plan, around.images, monitoring_texts(plan), around.engine),
-        },
+        services=gateway.connected(services) if plan.gateway else services,
+        networks=gateway.NETWORKS if plan.gateway else {},
         volumes={
             "cache": Volume(name=f"{name.removesuffix(NEXT)}-cache-{cache_key(plan, around)}"),
             **monitoring.volumes(name),
@@ -158,11 +161,15 @@ def monitoring_texts(plan: Plan) -> dict[str, str]:
 
 def service_names(plan: Plan) -> tuple[str, ...]:
     """Return the services that serve, as they are called in the project."""
-    return (SERVICE,)
+    return (SERVICE, gateway.RELAY, gateway.EDGE) if plan.gateway else (SERVICE,)
 
 
 def _services(plan: Plan, around: Surroundings, name: str) -> dict[str, Service]:
-    return {"cache": _cache_service(around), SERVICE: _server(plan, around, name)}
+    services = {"cache": _cache_service(around), SERVICE: _server(plan, around, name)}
+    if plan.gateway is None:
+        return services
+    within = gateway.Within(around.image, around.images, around.secrets, USER, around.engine)
+    return {**services, **gateway.services(plan, plan.gateway, within)}
 
 
 def cache_key(plan: Plan, around: Surroundings) -> str:
@@ -186,7 +193,8 @@ def _server(plan: Plan, around: Surroundings, name: str) -> Service:
         user=USER,
         init=True,
         security_opt=_security_options(around),
-        ports=(Port(target=CONTAINER_PORT, published=str(plan.port), host_ip=plan.host),),
+        # Behind the gateway nothing outside of the project reaches it.
+        ports=() if plan.gateway else (Port(target=CONTAINER_PORT, published=str(plan.port), host_ip=plan.host),),
         volumes=(
             _bind(_model_source(around), f"/models/{plan.model}"),
             _bind("./entrypoint.sh", ENTRYPOINT_FILE),
@@ -276,17 +284,3 @@ def _knows_start_interval(around: Surroundings) -> bool:
     if around.engine != "docker" or around.engine_api is None:
         return False
     return tuple(int(part) for part in around.engine_api.split(".")) >= START_INTERVAL_API
-
-
-def _template(path: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(CHECKOUT),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,
-    )
-    environment.filters["quoted"] = shlex.quote
-    environment.filters["joined"] = shlex.join
-    return environment.get_template(path)

@@ -18,6 +18,8 @@ from launcher.errors import GraftError, Refused, UsageError
 from launcher.evidence import Evidence
 from launcher.fit import calibration
 from launcher.fit.calibration import Comparison
+from launcher.gateway import install as gateway
+from launcher.gateway.services import IMAGE as EDGE_IMAGE
 from launcher.host.facts import HostFacts
 from launcher.host.probe import probe
 from launcher.images.pins import load_pins
@@ -201,6 +203,8 @@ def render(made: Planned) -> dict[Path, bytes]:
     plan = made.plan
     state = ServiceState.of(plan.profile)
     docker = made.inputs.facts.docker if made.inputs.facts else None
+    if plan.gateway is not None:
+        gateway.install(plan.gateway, state)
     files = service_files(plan, state, models_dir() / plan.model, docker)
     write(state.root, files)
     if plan.runtime == "docker":
@@ -267,6 +271,8 @@ def prepared(
 
         # Before the plan that counts: the digest is part of it.
         ensure_digest(load_pins().of(first.vllm), unpinned=unpinned, locked_base=locked_base)
+        if first.gateway is not None:
+            ensure_digest(load_pins().services[EDGE_IMAGE], unpinned=unpinned)
     engine = bring.fetch(options, profile, report)
     report.phase("plan")
     made = planned(options, profile, host_facts(profile))

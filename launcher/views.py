@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.match import Match
-from launcher.plan import Flag, Plan
+from launcher.plan import Flag, Gateway, Plan
 from launcher.problems import Problem
 
 if TYPE_CHECKING:
@@ -54,6 +54,14 @@ def flags_table(flags: Sequence[Flag], plan: Plan) -> Table:
     table = _table(f"vllm serve, {plan.profile} with {plan.model} on vLLM {plan.vllm}", "flag", "value", "why", "from")
     for flag in flags:
         table.add_row(flag.name, escape(flag.value or ""), escape(flag.reason), escape(flag.source))
+    return table
+
+
+def gateway_table(gateway: Gateway) -> Table:
+    """Return the gateway's values with reason and source."""
+    table = _table("Gateway", "key", "value", "why", "from")
+    for choice in gateway.choices:
+        table.add_row(choice.name, escape(choice.value or ""), escape(choice.reason), escape(choice.source))
     return table
 
 

@@ -71,20 +71,23 @@ def explain(
     flag: Annotated[str | None, typer.Option("--flag", help="Only this flag of vllm serve.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every flag of `vllm serve` with its value, the reason, and where it comes from."""
+    """Print every flag of `vllm serve`, and every value of the gateway, with its reason and where it comes from."""
     made = _made(Options(name or profile, model, profiles, runtime, card, advise)).plan
     flags = [one for one in made.flags if flag is None or one.name == f"--{flag.lstrip('-')}"]
     if not flags:
         known = ", ".join(one.name for one in made.flags)
         raise UsageError(f"--flag {flag}: the plan does not set it; it sets {known}")
     if as_json:
-        print_json({"flags": flags, "environment": made.environment if flag is None else []})
+        gateway = made.gateway.choices if made.gateway and flag is None else ()
+        print_json({"flags": flags, "environment": made.environment if flag is None else [], "gateway": gateway})
         return
-    from launcher.views import environment_table, flags_table
+    from launcher.views import environment_table, flags_table, gateway_table
 
     out.print(flags_table(flags, made))
     if flag is None and made.environment:
         out.print(environment_table(made))
+    if flag is None and made.gateway is not None:
+        out.print(gateway_table(made.gateway))
 
 
 @app.command()

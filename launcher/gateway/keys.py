@@ -17,6 +17,8 @@ PREFIX = "graft-"
 """Begins every key, so that people and scanners of repositories know one."""
 OWN = "graft"
 """Name of the service's own key, which the launcher's commands use."""
+KEYS_NAME, TLS_NAME = "keys.map", "tls.pem"
+"""Files of the folder of secrets that the edge reads."""
 UNLIMITED = 1_000_000_000
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 

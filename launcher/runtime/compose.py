@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher import render
 from launcher.errors import StartFailed
+from launcher.gateway.services import EDGE, RELOAD_SIGNAL
 from launcher.host.docker import connect, endpoint_in_use
 from launcher.monitoring.services import PROFILE as MONITORING
 from launcher.plan import Plan
@@ -71,6 +72,11 @@ def up_services(file: Path, profile: str, names: tuple[str, ...]) -> tuple[str, 
 def service_logs(file: Path, profile: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """Show the last lines of some services."""
     return compose(file, "--profile", profile, "logs", "--no-color", "--tail", "20", *names)
+
+
+def signal(file: Path, service: str, name: str) -> tuple[str, ...]:
+    """Send a signal to a service's main process."""
+    return compose(file, "kill", "--signal", name, service)
 
 
 def inspect(container: str) -> tuple[str, ...]:
@@ -264,6 +270,14 @@ class ComposeService:
 
     def stop(self) -> None:
         must(down(self.file))
+
+    def reload_gateway(self) -> None:
+        """Let the edge read its keys and its configuration again; running answers go on.
+
+        Raises:
+            DockerFailed: there is no edge that runs.
+        """
+        must(signal(self.file, EDGE, RELOAD_SIGNAL))
 
     def _inspect(self) -> dict[str, Any] | None:
         argv = inspect(self.container)

@@ -94,9 +94,12 @@ def golden() -> Iterator[tuple[str, str]]:
                 yield f"{name}/compose.{variant.name}.yaml", files["compose.yaml"]
             if variant in (NVIDIA, NO_GPU):
                 yield f"{name}/entrypoint.sh", files["entrypoint.sh"]
+                yield f"{name}/relay.json", files["gateway/relay.json"]
                 yield f"{name}/facts.json", files["facts.json"]
             if variant is HOST:
                 yield f"{name}/facts.host.json", files["facts.json"]
+    profile = load_profile("rtx4090")
+    yield "haproxy.cfg", render.run(plan_for(profile, NVIDIA), surroundings(NVIDIA))["gateway/haproxy.cfg"]
     for pin in load_pins(lock=NO_LOCK).pins:
         yield f"Dockerfile.{pin.vllm}", render.dockerfile(pin.image(), WHEEL)
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from launcher import render
 from launcher.plan import EnvironmentVariable, Flag, Plan
 from launcher.profile import load_profile, profile_files
+from launcher.templates import template
 from tests.launcher.golden import (
     CDI,
     ELSEWHERE,
@@ -109,7 +110,9 @@ def test_a_service_is_closed_to_its_host(path: str) -> None:
     services = yaml.safe_load(GOLDEN[path])["services"]
     vllm = services["vllm"]
     assert vllm["user"] == "2000:0"
-    assert [port["host_ip"] for port in vllm["ports"]] == ["127.0.0.1"]
+    assert "ports" not in vllm
+    assert vllm["networks"] == ["inside"]
+    assert [port["host_ip"] for port in services["gateway"]["ports"]] == ["127.0.0.1"]
     assert vllm["restart"] == "on-failure:3"
     for service in services.values():
         assert service["read_only"] is True
@@ -232,4 +235,4 @@ def test_the_entrypoint_hands_every_argument_on_unchanged(stub_vllm: Path, value
 
 def test_the_templates_refuse_a_value_that_is_missing() -> None:
     with pytest.raises(jinja2.UndefinedError, match="'heading' is undefined"):
-        render._template("compose/entrypoint.sh.j2").render()
+        template("compose/entrypoint.sh.j2").render()

@@ -27,6 +27,8 @@ def test_docker_gets_the_compose_file_and_what_its_image_is_built_from(state: Se
         "compose.yaml",
         "entrypoint.sh",
         "facts.json",
+        "gateway/haproxy.cfg",
+        "gateway/relay.json",
         "image/Dockerfile",
         "image/manifest.py",
         "plan.json",
