@@ -51,6 +51,7 @@ def _template() -> jinja2.Template:
 TEMPLATE = _template()
 _REPLY_HEAD = [IM_START, *b"assistant\n", TOKEN_IDS["<think>"], *b"\n"]
 """Before what the model writes, when the client asks for thinking; it writes an empty thought."""
+_EMPTY_THOUGHT = encode("\n</think>\n\n")
 
 
 def reply(task: Task) -> dict[str, Any]:
@@ -100,6 +101,13 @@ def judged(split: Split, seed: str, dialogues_of_a_kind: int, lengths: Sequence[
 
 def judged_row(task: Task) -> Row:
     return row(task.kind, (*task.messages, reply(task)), task.tools, last_only=True)
+
+
+def prompt_and_reply(task: Task) -> tuple[list[int], list[int]]:
+    """Return the prompt of a client that wants no thinking, and the right reply to its end-of-turn token."""
+    one = judged_row(task)
+    start = one.parts.index(REPLY) + len(_EMPTY_THOUGHT)
+    return one.tokens[:start], one.tokens[start : one.tokens.index(IM_END, start) + 1]
 
 
 # What it is trained on.
