@@ -117,6 +117,7 @@ def make(torch: Any, device: Any, shape: Shape, dtype: str, data: str) -> Bench:
     requests, longest = len(shape.lengths) + 1, max(*shape.lengths, shape.prompt)
     width = -(-longest // shape.block_size)
     data_type = getattr(torch, data)
+    layer = torch.nn.Module()
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS, parallel_drafting=False),
         use_v2_model_runner=True,
@@ -128,10 +129,15 @@ def make(torch: Any, device: Any, shape: Shape, dtype: str, data: str) -> Bench:
         model_config=SimpleNamespace(
             max_model_len=width * shape.block_size, dtype=data_type, get_num_attention_heads=lambda _: shape.heads
         ),
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
     )
     stock.get_current_vllm_config = lambda: config
     workspace._manager = workspace.WorkspaceManager(device)
     backend = AttentionBackendEnum.TURBOQUANT.get_class()
+    layer.impl = impl = backend.get_impl_cls()(
+        shape.heads, shape.head_size, shape.head_size**-0.5, shape.kv_heads, kv_cache_dtype=dtype
+    )
+    impl.fa_version = 2
     spec = FullAttentionSpec(
         block_size=shape.block_size, num_kv_heads=shape.kv_heads, head_size=shape.head_size, dtype=torch.uint8
     )
@@ -139,15 +145,11 @@ def make(torch: Any, device: Any, shape: Shape, dtype: str, data: str) -> Bench:
     extra = {"block_table_width": width} if builder_class.requires_block_table_width else {}
     builder = builder_class(spec, ["layer"], config, device, **extra)
     workspace.current_workspace_manager().lock()
-    impl = backend.get_impl_cls()(
-        shape.heads, shape.head_size, shape.head_size**-0.5, shape.kv_heads, kv_cache_dtype=dtype
-    )
-    impl.fa_version = 2
     slot = impl.tq_config.slot_size_aligned
     cache = torch.zeros(requests * width + 1, shape.kv_heads, shape.block_size, slot, dtype=torch.uint8).to(device)
     blocks = torch.randperm(requests * width, generator=torch.Generator().manual_seed(1)).int().add(1)
     blocks = blocks.view(requests, width).to(device)
-    bench = Bench(torch, shape, device, builder, impl, torch.nn.Module(), cache, blocks, [], [], [])
+    bench = Bench(torch, shape, device, builder, impl, layer, cache, blocks, [], [], [])
     generator = torch.Generator().manual_seed(2)
     for request, length in enumerate((*shape.lengths, shape.prompt)):
         keys, values, queries = (

@@ -126,3 +126,38 @@ def registry_extension() -> Callable[[Any], Extension]:
         return Extension(install=put, current=lambda: registry.BACKENDS["fast"], restore=put)
 
     return make
+
+
+@pytest.fixture
+def fixed() -> Iterator[None]:
+    """The fix of TurboQuant, put in by the engine and taken out again."""
+    from tests.patches import tq_layer
+
+    engine = tq_layer.apply_fix()
+    yield
+    engine.undo_all()
+    assert tq_layer.AttentionBackendEnum.TURBOQUANT.get_class() is tq_layer.stock.TurboQuantAttentionBackend
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Launches of TurboQuant's kernels replaced by records of their arguments; outputs are zero."""
+    from tests.patches import tq_layer
+
+    return tq_layer.record_calls(monkeypatch)
+
+
+@pytest.fixture
+def make_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make a layer of TurboQuant attention: `make_layer(kv_cache_dtype, drafts, max_model_len)`."""
+    from tests.patches import tq_layer
+
+    return tq_layer.layers(monkeypatch)
+
+
+@pytest.fixture
+def without_our_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes go to vLLM's kernel, as they do where Graft's does not serve a shape."""
+    from tests.patches import tq_layer
+
+    monkeypatch.setattr(tq_layer.decode, "supports", lambda *_, **__: "not served in this test")

@@ -1,181 +1,172 @@
-"""vLLM's TurboQuant attention with speculation as decode: draft verification is a batch of single-token decodes.
+"""vLLM's TurboQuant attention with Graft's kernels: verification is decoding, and a prefix is read where it lies.
 
-The cache layout, the store and the kernels are vLLM's.  What differs from vLLM's own backend:
-
-- a request is a decode up to 1 + num_speculative_tokens query tokens, and its tokens become rows of the decode kernel
-  whose lengths are computed on the device, so that a CUDA graph holds no length and no draft count of its capture;
-- a mixed batch is cut into spans, each judged by the lengths of its own requests;
-- scratch for all these rows is reserved when the builder is made.
-
-The kernel behind `_decode_attention` sees rows only: another kernel can take its place without a change here.
+The cache layout is vLLM's.  What differs from vLLM's own backend: decodes and verifications go to one kernel that reads
+each packed byte once (`kernels/decode.py`), e4m3 keys are e4m3 on every card (`kernels/store.py`), a chunk attends to
+its cached prefix in a workspace of fixed size (`kernels/prefill.py`), which is reserved while the model loads, before
+memory is profiled, and every kernel is compiled before the first request (`warmup.py`).  What a kernel does not serve
+goes to vLLM's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.turboquant_attn import (
-    TurboQuantAttentionBackend,
-    TurboQuantAttentionImpl,
-    TurboQuantMetadata,
-    TurboQuantMetadataBuilder,
-)
+import vllm.v1.attention.backends.turboquant_attn as stock
+from vllm.v1.attention.backend import max_decode_query_len
+from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend, TurboQuantAttentionImpl
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
-from vllm_graft.attention.rows import Attend, DecodeRows, Span, cut
+from vllm_graft.attention.card import card
+from vllm_graft.attention.kernels import decode, prefill
+from vllm_graft.attention.kernels import store as storing
+from vllm_graft.attention.kernels.launch import Launch, decode_launch
+from vllm_graft.attention.kernels.layout import slot_layout
+from vllm_graft.attention.metadata import RequestsMetadata, SpanMetadata, SpecDecodeMetadataBuilder
+from vllm_graft.attention.rows import Attend
 
-
-@dataclass
-class SpanMetadata(TurboQuantMetadata):  # type: ignore[misc]
-    """Metadata of a batch with prefills: tokens (start, stop) of each span with the metadata of that span alone."""
-
-    spans: tuple[tuple[int, int, TurboQuantMetadata], ...] = ()
-
-
-class SpecDecodeMetadataBuilder(TurboQuantMetadataBuilder):  # type: ignore[misc]
-    """Builds metadata in which each token of a decode or verification is a row of the decode kernel."""
-
-    requires_block_table_width = True
-
-    def __init__(
-        self,
-        kv_cache_spec: Any,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-        block_table_width: int,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._rows = DecodeRows(
-            vllm_config.scheduler_config.max_num_seqs * self.reorder_batch_threshold, block_table_width, device
-        )
-        self._reserve_decode_scratch()
-
-    def _reserve_decode_scratch(self) -> None:
-        """Grow the shared workspace to what `_decode_attention` takes for all rows, before graphs hold its address."""
-        if not is_workspace_manager_initialized():
-            return
-        config = self.vllm_config
-        rows, head_size = self._rows.capacity, self.kv_cache_spec.head_size
-        heads = config.model_config.get_num_attention_heads(config.parallel_config)
-        splits = config.attention_config.tq_max_kv_splits_for_cuda_graph
-        current_workspace_manager().get_simultaneous(
-            ((rows, heads, splits, head_size + 1), torch.float32),
-            ((rows, heads, head_size), config.model_config.dtype),
-            ((rows, heads), torch.float32),
-        )
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> TurboQuantMetadata:
-        """Build the metadata of a batch; one of decodes alone is written where its CUDA graph reads it."""
-        batch = common_attn_metadata
-        if batch.max_query_len <= 1:
-            return self._decodes(batch)
-        bounds = batch.seq_lens_cpu_upper_bound
-        if bounds is None:
-            bounds = batch.seq_lens.cpu()
-        spans = cut(batch.query_start_loc_cpu.tolist(), bounds.tolist(), self.reorder_batch_threshold)
-        if all(span.attend is Attend.CACHE for span in spans):
-            return self._decodes(batch)
-        return self._mixed(batch, bounds, spans)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> TurboQuantMetadata:
-        """Build metadata to capture: always decodes, since a dummy batch looks like prompts with nothing cached."""
-        return self._decodes(common_attn_metadata)
-
-    def _decodes(self, batch: CommonAttentionMetadata) -> TurboQuantMetadata:
-        num_tokens = batch.num_actual_tokens
-        if batch.max_query_len <= 1:  # the requests are the rows, in buffers that the model runner keeps
-            lengths, block_table = batch.seq_lens, batch.block_table_tensor
-        else:
-            lengths, block_table = self._rows.expand(
-                batch.seq_lens, batch.query_start_loc, batch.block_table_tensor, first_token=0, num_tokens=num_tokens
-            )
-        return self._rows_metadata(batch, (0, num_tokens), lengths, block_table)
-
-    def _mixed(
-        self, batch: CommonAttentionMetadata, bounds: torch.Tensor, spans: tuple[Span, ...]
-    ) -> TurboQuantMetadata:
-        parts = []
-        row = 0
-        for span in spans:
-            if span.attend is Attend.CACHE:
-                lengths, block_table = self._rows.expand(
-                    batch.seq_lens,
-                    batch.query_start_loc,
-                    batch.block_table_tensor,
-                    first_token=span.tokens[0],
-                    num_tokens=span.num_tokens,
-                    first_row=row,
-                )
-                row += span.num_tokens
-                part = self._rows_metadata(batch, span.tokens, lengths, block_table)
-            else:
-                part = _prefill_metadata(batch, bounds, span)
-            parts.append((*span.tokens, part))
-        return SpanMetadata(
-            seq_lens=batch.seq_lens,
-            slot_mapping=batch.slot_mapping,
-            block_table=batch.block_table_tensor,
-            query_start_loc=batch.query_start_loc,
-            num_actual_tokens=batch.num_actual_tokens,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            is_prefill=True,
-            spans=tuple(parts),
-        )
-
-    def _rows_metadata(
-        self,
-        batch: CommonAttentionMetadata,
-        tokens: tuple[int, int],
-        lengths: torch.Tensor,
-        block_table: torch.Tensor,
-    ) -> TurboQuantMetadata:
-        num_rows = tokens[1] - tokens[0]
-        return TurboQuantMetadata(
-            seq_lens=lengths,
-            slot_mapping=batch.slot_mapping[slice(*tokens)],
-            block_table=block_table,
-            query_start_loc=batch.query_start_loc,
-            num_actual_tokens=num_rows,
-            max_query_len=1,
-            max_seq_len=batch.max_seq_len,
-            is_prefill=False,
-            num_decodes=num_rows,
-            num_decode_tokens=num_rows,
-        )
-
-
-def _prefill_metadata(batch: CommonAttentionMetadata, bounds: torch.Tensor, span: Span) -> TurboQuantMetadata:
-    """Metadata of prefilling requests alone; the host's lengths are exact for these.
-
-    vLLM takes max_query_len == max_seq_len as "nothing is cached": true of a span even where it is not of a batch.
-    """
-    requests, tokens = slice(*span.requests), slice(*span.tokens)
-    starts = slice(span.requests[0], span.requests[1] + 1)
-    lengths = bounds[requests]
-    return TurboQuantMetadata(
-        seq_lens=batch.seq_lens[requests],
-        slot_mapping=batch.slot_mapping[tokens],
-        block_table=batch.block_table_tensor[requests],
-        query_start_loc=batch.query_start_loc[starts] - span.tokens[0],
-        num_actual_tokens=span.num_tokens,
-        max_query_len=span.max_query_len,
-        max_seq_len=int(lengths.max()),
-        is_prefill=True,
-        query_start_loc_cpu=batch.query_start_loc_cpu[starts] - span.tokens[0],
-        seq_lens_cpu=lengths,
-    )
+_REQUEST_CLASSES = (16, 32, 64, 128, 256, 512, 1024)
+"""The decode kernel is compiled for a batch of up to so many requests."""
 
 
 class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
-    """TurboQuant attention that serves a batch with prefills span by span."""
+    """TurboQuant attention that serves a batch with prefills span by span, by Graft's kernels where they can."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = stock.get_current_vllm_config()
+        self._dtype = config.model_config.dtype
+        self._max_query_len = max_decode_query_len(config)
+        self._max_requests = config.scheduler_config.max_num_seqs
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._card = card(self._device)
+        self._layout = slot_layout(self.kv_cache_dtype, self.head_size)
+        self._prefill_shape = prefill.Shape(
+            self.num_heads, self.num_kv_heads, self.head_size, rotated=not self._layout.key_is_fp8
+        )
+        self._codebook = (
+            None
+            if self._layout.key_is_fp8
+            else decode.fit_codebook(stock.get_centroids(self.head_size, self._layout.preset.key_bits))
+        )
+        self._starts: dict[str, tuple[torch.Tensor, int]] = {}
+        self.reserve_workspace()
+
+    # What Graft's kernels serve, and what they need for it.
+
+    def why_not_packed(self, max_query_len: int, page_tokens: int) -> str | None:
+        """Why decodes of this layer must go to vLLM's kernel, or None."""
+        if self._soa_store:
+            return "the cache is in ROCm's order"
+        return decode.supports(
+            self._layout,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            max_query_len=max_query_len,
+            page_tokens=page_tokens,
+            dtype=self._dtype,
+            sliding_window=self.sliding_window,
+            has_sinks=self.sinks is not None,
+        )
+
+    @functools.cached_property
+    def _stores(self) -> bool:
+        return not self._soa_store and storing.supports(self._layout) is None
+
+    @functools.cached_property
+    def _reads_prefix(self) -> bool:
+        """Whether a chunk's prefix is read by Graft's kernels: they need flash attention for the products."""
+        return stock._HAS_FLASH_ATTN and self._stores and prefill.supports(self._prefill_shape) is None
+
+    def _launch(self, max_query_len: int, page_tokens: int) -> Launch:
+        return decode_launch(
+            self._card.capability,
+            key_is_fp8=self._layout.key_is_fp8,
+            rows=self.num_kv_groups * max_query_len,
+            page_tokens=page_tokens,
+        )
+
+    def reserve_workspace(self) -> None:
+        """Grow the shared workspace to the most that any call takes of it.
+
+        The layers call it while the model loads: what is reserved is there when vLLM profiles memory.
+        """
+        if not is_workspace_manager_initialized():
+            return
+        floats = max(
+            self._decode_floats(queries, page_tokens, self._max_requests)
+            for queries in {1, self._max_query_len}
+            for page_tokens in TurboQuantAttentionBackend.get_supported_kernel_block_sizes()
+        )
+        manager = current_workspace_manager()
+        manager.get_simultaneous(((floats,), torch.float32))
+        if self._reads_prefix:
+            manager.get_simultaneous(((prefill.WORKSPACE_BYTES,), torch.uint8))
+
+    def _programs(self, launch: Launch) -> int:
+        return self._card.multiprocessors * launch.programs_per_sm
+
+    def _decode_floats(self, max_query_len: int, page_tokens: int, num_requests: int) -> int:
+        return decode.workspace_floats(
+            programs=self._programs(self._launch(max_query_len, page_tokens)),
+            num_requests=num_requests,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            max_query_len=max_query_len,
+            head_size=self.head_size,
+        )
+
+    def _scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if not is_workspace_manager_initialized():
+            return torch.empty(count, dtype=dtype, device=self._device)
+        (scratch,) = current_workspace_manager().get_simultaneous(((count,), dtype))
+        return scratch
+
+    # Storing.
+
+    def _store_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, layer: Any
+    ) -> None:
+        if not self._stores:
+            super()._store_kv(key, value, kv_cache, slot_mapping, layer)
+            return
+        storing.store(
+            key,
+            value,
+            kv_cache,
+            slot_mapping,
+            layer._tq_midpoints,
+            self._layout,
+            hardware_fp8=self._card.hardware_fp8,
+        )
+
+    # Attending.
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend; a batch of decodes alone is written to the output by the kernel itself."""
+        if not isinstance(attn_metadata, RequestsMetadata) or output is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        self._ensure_on_device(layer, query.device)
+        count = attn_metadata.num_actual_tokens
+        shape = (count, self.num_heads, self.head_size)
+        self._decode_requests(
+            query[:count].view(shape), kv_cache.transpose(1, 2), attn_metadata, output[:count].view(shape)
+        )
+        return output
 
     def _prefill_attention(
         self,
@@ -190,8 +181,26 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
         layer: Any = None,
     ) -> torch.Tensor:
         output = torch.zeros_like(query)
-        for start, stop, part in attn_metadata.spans:
-            if part.is_prefill:
+        for span, part in attn_metadata.spans:
+            start, stop = span.tokens
+            if isinstance(part, RequestsMetadata):
+                self._decode_requests(query[:stop], kv_cache, part, output[:stop])
+            elif not part.is_prefill:
+                output[start:stop] = self._decode_attention(
+                    query[start:stop], kv_cache, part, Pi, centroids, PiT, layer
+                )
+            elif span.attend is Attend.BOTH and self._reads_prefix:
+                self._attend_to_prefix(
+                    query[start:stop],
+                    key[start:stop],
+                    value[start:stop],
+                    kv_cache,
+                    part.block_table[0],
+                    part.max_seq_len - span.num_tokens,
+                    centroids,
+                    output[start:stop],
+                )
+            else:
                 output[start:stop] = super()._prefill_attention(
                     query[start:stop],
                     key[start:stop],
@@ -203,11 +212,131 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
                     PiT,
                     layer=layer,
                 )
-            else:
-                output[start:stop] = self._decode_attention(
-                    query[start:stop], kv_cache, part, Pi, centroids, PiT, layer
-                )
         return output
+
+    def _decode_requests(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: RequestsMetadata, out: torch.Tensor
+    ) -> None:
+        num_requests, page_tokens = metadata.seq_lens.shape[0], kv_cache.shape[1]
+        launch = self._launch(metadata.max_query_len, page_tokens)
+        floats = self._decode_floats(metadata.max_query_len, page_tokens, num_requests)
+        decode.verify_attention(
+            query,
+            kv_cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            max_query_len=metadata.max_query_len,
+            layout=self._layout,
+            scale=self.scale,
+            codebook=self._codebook,
+            workspace=decode.Workspace(self._scratch(floats, torch.float32), self._programs(launch)),
+            out=out,
+            launch=launch,
+        )
+
+    def _attend_to_prefix(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cached: int,
+        centroids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        prefill.attend_to_prefix(
+            query,
+            key,
+            value,
+            kv_cache,
+            block_table,
+            cached,
+            centroids,
+            self._layout,
+            scale=self.scale,
+            attention=self._flash_attention,
+            workspace=self._scratch(prefill.WORKSPACE_BYTES, torch.uint8),
+            slots=self._card.flash_slots,
+            out=out,
+        )
+
+    def _flash_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        out: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`prefill.Attention` by vLLM's flash attention."""
+        version = {} if self.fa_version is None else {"fa_version": self.fa_version}
+        found, lse = stock.flash_attn_varlen_func(
+            q=query,
+            k=key,
+            v=value,
+            cu_seqlens_q=self._from_zero("queries", len(query)),
+            cu_seqlens_k=self._from_zero("own keys" if causal else "tile", len(key)),
+            max_seqlen_q=len(query),
+            max_seqlen_k=len(key),
+            softmax_scale=scale,
+            causal=causal,
+            return_softmax_lse=True,
+            out=out,
+            **version,
+        )
+        return found, lse
+
+    def _from_zero(self, name: str, count: int) -> torch.Tensor:
+        """[0, count] on the device, in a tensor that is kept: filling it needs no synchronization."""
+        bounds, written = self._starts.get(name, (None, 0))
+        if bounds is None:
+            bounds = torch.zeros(2, dtype=torch.int32, device=self._device)
+        if written != count:
+            bounds[1:].fill_(count)
+        self._starts[name] = bounds, count
+        return bounds
+
+    def warm_up(self, layer: Any, max_query_len: int, max_requests: int) -> None:
+        """Compile what serving will launch, on the layer's cache: nothing is stored there, and little is read."""
+        device, dtype = self._device, self._dtype
+        cache = layer.kv_cache.transpose(1, 2)
+        self._ensure_on_device(layer, device)
+
+        def zeros(tokens: int, heads: int) -> torch.Tensor:
+            return torch.zeros(tokens, heads, self.head_size, dtype=dtype, device=device)
+
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
+        self._store_kv(zeros(1, self.num_kv_heads), zeros(1, self.num_kv_heads), cache, nowhere, layer)
+        for requests in sorted({min(count, max_requests) for count in _REQUEST_CLASSES}):
+            for queries in sorted({1, max_query_len}):
+                tokens = requests * queries
+                metadata = RequestsMetadata(
+                    seq_lens=torch.full((requests,), queries, dtype=torch.int32, device=device),
+                    slot_mapping=nowhere,
+                    block_table=torch.zeros(requests, 1, dtype=torch.int32, device=device),
+                    query_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device),
+                    num_actual_tokens=tokens,
+                    max_query_len=queries,
+                )
+                self._decode_requests(zeros(tokens, self.num_heads), cache, metadata, zeros(tokens, self.num_heads))
+        if not self._reads_prefix:
+            return
+        one_tile = prefill.tiling(self._prefill_shape, 1, 2**30, self._card.flash_slots).tokens
+        for cached in (1, 2 * one_tile + 1):  # merged at once, and over three tiles: each mix of dtypes is a kernel
+            self._attend_to_prefix(
+                zeros(1, self.num_heads),
+                zeros(1, self.num_kv_heads),
+                zeros(1, self.num_kv_heads),
+                cache,
+                torch.zeros(-(-cached // cache.shape[1]), dtype=torch.int32, device=device),
+                cached,
+                layer._tq_centroids,
+                zeros(1, self.num_heads),
+            )
 
 
 class SpecDecodeBackend(TurboQuantAttentionBackend):  # type: ignore[misc]
