@@ -22,6 +22,7 @@ def service_files(plan: Plan, state: ServiceState, model_dir: Path, docker: Dock
     if plan.runtime == "host" or plan.image is None:
         return _encoded(render.run(plan))
     # Imported late: the host runtime has no use for the parts that build an image.
+    from launcher.images import operate
     from launcher.images.build import build_wheel, tag
 
     wheel = build_wheel()
@@ -35,7 +36,8 @@ def service_files(plan: Plan, state: ServiceState, model_dir: Path, docker: Dock
         engine_api=docker.api if docker else None,
         images={name: pin.reference for name, pin in load_pins().services.items()},
     )
-    return {**_encoded(render.run(plan, around)), f"image/{wheel.name}": wheel.content}
+    built_from = {f"image/{wheel.name}": wheel.content, f"image/{operate.NAME}": operate.operate_zip()}
+    return {**_encoded(render.run(plan, around)), **built_from}
 
 
 def write(root: Path, files: Mapping[str, bytes]) -> None:

@@ -12,6 +12,7 @@ from flit_core.wheel import WheelBuilder
 from launcher import render
 from launcher.errors import StartFailed
 from launcher.host.docker import connect, endpoint_in_use
+from launcher.images import operate
 from launcher.plan import Image
 from launcher.runtime import compose
 from launcher.state import CHECKOUT
@@ -55,7 +56,8 @@ class PullProgress:
 
 def tag(image: Image, wheel: Wheel) -> str:
     """Return the image's name: equal inputs, equal tag."""
-    inputs = "\n".join((render.dockerfile(image, wheel.name), render.manifest_script(), wheel.sha256))
+    programs = hashlib.sha256(operate.operate_zip()).hexdigest()
+    inputs = "\n".join((render.dockerfile(image, wheel.name), render.manifest_script(), wheel.sha256, programs))
     return f"{REPOSITORY}:{image.vllm}-{hashlib.sha256(inputs.encode()).hexdigest()[:12]}"
 
 
@@ -65,6 +67,7 @@ def build_context(image: Image) -> dict[str, bytes]:
     return {
         "Dockerfile": render.dockerfile(image, wheel.name).encode(),
         "manifest.py": render.manifest_script().encode(),
+        operate.NAME: operate.operate_zip(),
         wheel.name: wheel.content,
     }
 

@@ -17,6 +17,7 @@ from vllm_graft.fixes import FIXES
 from launcher.errors import Refused, UsageError
 from launcher.images.build import build_wheel, local_image
 from launcher.images.hashes import Hashes
+from launcher.images.operate import operate_zip
 from launcher.plan import EnvironmentVariable, Plan
 from launcher.state import CHECKOUT, ServiceState
 from launcher.weights.events import RECORD, Origin
@@ -207,6 +208,7 @@ def _templates_sha256() -> str:
     digest = hashlib.sha256()
     for name in TEMPLATES:
         digest.update((CHECKOUT / name).read_bytes() + b"\0")
+    digest.update(operate_zip())
     return digest.hexdigest()
 
 

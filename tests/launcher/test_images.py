@@ -1,7 +1,10 @@
 """Pins, the wheel, and the name of an image."""
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 
 from launcher import render
 from launcher.errors import StartFailed, UsageError
-from launcher.images import build
+from launcher.images import build, operate
 from launcher.images.build import PullProgress, Wheel, build_wheel, tag
 from launcher.images.pins import load_pins, record_digest
 from launcher.profile import load_profile, profile_files
@@ -118,6 +121,25 @@ def test_the_same_sources_give_the_same_wheel_whenever_and_however_they_were_che
         os.utime(path, (1_000_000_000, 1_000_000_000))
         path.chmod(0o700 if path.is_dir() else 0o600)
     assert build_wheel(copy) == build_wheel()
+
+
+def test_the_programs_of_a_service_run_from_their_zip_with_all_that_they_import(tmp_path: Path) -> None:
+    program = tmp_path / operate.NAME
+    program.write_bytes(operate.operate_zip())
+    assert program.read_bytes() == operate.operate_zip.__wrapped__()
+    line = "OSError: [Errno 28] No space left on device"
+    settings = {
+        "service": "cpu",
+        "folder": str(tmp_path),
+        "commands": {"normal": [sys.executable, "-c", f"print({line!r}); raise SystemExit(3)"]},
+    }
+    (tmp_path / "keep.json").write_text(json.dumps(settings), encoding="utf-8")
+    argv = [sys.executable, "-I", str(program), "keep", str(tmp_path / "keep.json")]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 3, ended.stderr
+    assert '"cause": "disk-full"' in ended.stdout
+    wrong = subprocess.run([*argv[:3], "watch"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (wrong.returncode, wrong.stderr) == (2, "watch: one argument is needed, the file of its settings\n")
 
 
 def test_the_tag_of_an_image_changes_with_what_goes_into_it(lock: Path) -> None:
