@@ -151,8 +151,8 @@ def _chain(words: Words) -> tuple[Task, ...]:
     )
     messages = _messages(words, text)
     tools = _offered(words, [tool, second_tool])
-    after_first = messages + _turn(first, {"id": returned}, "call_1")
-    after_second = after_first + _turn(second, {"ok": True}, "call_2")
+    after_first = messages + turn(first, {"id": returned}, "call_1")
+    after_second = after_first + turn(second, {"ok": True}, "call_2")
     return (
         Task("chain", messages, tools, (first,)),
         Task("chain", after_first, tools, (second,)),
@@ -181,8 +181,8 @@ def _messages(words: Words, text: str) -> tuple[dict[str, Any], ...]:
     return (*first, {"role": "user", "content": text})
 
 
-def _turn(call: Call, returned: dict[str, Any], call_id: str) -> tuple[dict[str, Any], ...]:
-    """A call that was made, and what its tool returned."""
+def turn(call: Call, returned: dict[str, Any], call_id: str) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a call that was made, and of what its tool returned."""
     function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     made = {"id": call_id, "type": "function", "function": function}
     return (

@@ -74,9 +74,10 @@ def climb(
     lengths: Sequence[int] | None = None,
     depths: Sequence[float] = DEPTHS,
     concurrency: int = 1,
+    stops: bool = True,
     on_done: Callable[[int, int, str], None],
 ) -> Ladder:
-    """Ask at each length and depth; the length at which one is missed is the last.
+    """Ask at each length and depth; the length at which one is missed is the last, unless told otherwise.
 
     Args:
         target: the service.
@@ -86,6 +87,7 @@ def climb(
         lengths: prompt lengths in tokens, ascending; None: doubling up to what can be asked.
         depths: where the number stands, 0 the beginning and 1 the end.
         concurrency: questions under way at a time.
+        stops: end at a length where one is missed; else ask at every length.
         on_done: told how many of how many questions are done, and the length.
 
     Raises:
@@ -107,9 +109,10 @@ def climb(
         answered = together(asked, lambda one: _ask(target, *one), concurrency, tell)
         cells += [cell for cell, _ in answered]
         failures += [failed for _, failed in answered if failed is not None]
-        if failures:
+        if failures and stops:
             break
-        holds_tokens = length
+        if not failures:
+            holds_tokens = length
     return Ladder(planned_tokens, recall_tokens, tuple(cells), lengths[-1], holds_tokens, tuple(failures))
 
 

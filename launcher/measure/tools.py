@@ -42,7 +42,7 @@ def suite(
     Raises:
         Unreachable: the server is gone.
     """
-    asked = _asked(rng, count, kinds)
+    asked = requests(rng, count, kinds)
     return report(replies(target, asked, concurrency, lambda done: on_done(done, len(asked))))
 
 
@@ -60,7 +60,8 @@ def report(found: list[Reply]) -> ToolReport:
     )
 
 
-def _asked(rng: random.Random, count: int, kinds: tuple[Kind, ...]) -> list[tuple[Task, How]]:
+def requests(rng: random.Random, count: int, kinds: tuple[Kind, ...] = KINDS) -> list[tuple[Task, How]]:
+    """Return `count` requests or a few more: each task whole and streamed, and required where that leaves one reply."""
     asked: list[tuple[Task, How]] = []
     source = draw(rng, kinds=kinds)
     while len(asked) < count:

@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Measure what speculation on a TurboQuant KV cache does to tool calls and needles: vLLM as it is, and with the fixes.
+
+    python3 tests/gpu/headline.py --results tests/gpu/results/headline.json --budget-s 540
+
+Needs one NVIDIA GPU, vLLM 0.33.0 importable, and the reference model, whose replies are sharp: a corrupted KV cache
+shows as a failed call.  Each case boots vLLM's OpenAI server with MTP, FULL CUDA graphs and async scheduling, asks one
+request at a time and eight at once, and is added to the results file as soon as it is done.  A case that is in the file
+is not run again, one that broke is.  The exit status is 0 when all cases are in the file and every case that must be
+right is, 3 when cases are left, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import measured
+from served import (
+    REFERENCE_MODEL,
+    VLLM,
+    Bench,
+    BootFailed,
+    Server,
+    Setup,
+    acceptance_length,
+    served,
+)
+
+from launcher.ask import Connection
+from launcher.measure import ladder, tools
+from launcher.measure.dialogues import Task
+from launcher.measure.needles import needle
+from launcher.measure.replies import Failure, How, Reply, Share, reply
+from launcher.measure.target import Target, target_of, together
+
+RESULTS = Path(__file__).parent / "results" / "headline.json"
+SCHEMA = 1
+SEED = 20_261_130
+BATCHES = (1, 8)
+REPLIES = {1: 60, 8: 240}
+"""Replies asked for by requests under way at a time."""
+PART_S = {1: 12.0, 8: 10.0}
+"""No reply is begun later in its part: a corrupted cache makes replies that never end."""
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+DEPTHS = (0.1, 0.5, 0.9)
+KEPT_FAILURES = 4
+"""Of each batch, with their raw text; all are counted."""
+EXPECTED_S = {"gpu": 75.0, "cpu": 240.0}
+RIGHT = 0.99
+"""Share of right replies and found needles that a case must reach which is to be right."""
+
+TURBOQUANT, UNQUANTIZED = "turboquant_k8v4", "auto"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One server; `must_be_right` is not said of vLLM as it is, whose faults the table shows."""
+
+    id: str
+    setup: Setup
+    must_be_right: bool
+
+
+CASES = (
+    Case("control-bf16", Setup(graft=False, kv_cache_dtype=UNQUANTIZED), True),
+    Case("graft-k8v4", Setup(graft=True, kv_cache_dtype=TURBOQUANT), True),
+    Case("stock-k8v4", Setup(graft=False, kv_cache_dtype=TURBOQUANT), False),
+    Case("graft-k8v4-older-card", Setup(graft=True, kv_cache_dtype=TURBOQUANT, older_card=True), True),
+    Case("stock-k8v4-older-card", Setup(graft=False, kv_cache_dtype=TURBOQUANT, older_card=True), False),
+)
+
+
+class Serve(Protocol):
+    """Starts a server; a stand-in in tests."""
+
+    def __call__(self, setup: Setup, bench: Bench, work: Path) -> AbstractContextManager[Server]: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What came of so many requests at a time."""
+
+    tools: Share
+    kinds: dict[str, Share]
+    twins: Share
+    needles: Share
+    needles_by_length: dict[str, Share]
+    tokens_a_step: float | None
+    """Mean tokens of a verification; None without drafts."""
+    seconds: float
+    failures: tuple[Failure, ...]
+
+
+def main(arguments: Sequence[str] | None = None, serve: Serve = served) -> int:
+    """Run what is left, print the table, and say whether all of it holds."""
+    options = _options(arguments)
+    if options.list:
+        print("\n".join(case.id for case in CASES))
+        return 0
+    bench = Bench(options.model, options.engine, options.vllm, options.port, options.memory, options.dummy_weights)
+    results = measured.read(options.results, SCHEMA)
+    host = measured.host(bench.engine, bench.model)
+    deadline = time.monotonic() + options.budget_s
+    for case in _left(results, options.only):
+        if time.monotonic() + EXPECTED_S[options.engine] > deadline:
+            print("stopping within the budget")
+            break
+        print(f"{case.id} ...", flush=True)
+        entry = execute(case, bench, options.work / case.id, serve)
+        results = measured.keep(options.results, SCHEMA, case.id, entry, host)
+        print(f"    {line(entry)}", flush=True)
+    return status(results)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the results file, which is gone on with")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "headline", help="logs of the cases")
+    parser.add_argument("--budget-s", type=float, default=3600, help="start no case that would end later")
+    parser.add_argument("--only", help="run only cases whose id contains this")
+    parser.add_argument("--list", action="store_true", help="print the ids of all cases and stop")
+    measured.add_bench(parser, REFERENCE_MODEL, VLLM)
+    return parser.parse_args(arguments)
+
+
+def _left(results: Mapping[str, Any], only: str | None) -> list[Case]:
+    done = {name for name, entry in results["cases"].items() if "error" not in entry}
+    return [case for case in CASES if case.id not in done and (only is None or only in case.id)]
+
+
+def execute(case: Case, bench: Bench, work: Path, serve: Serve) -> dict[str, Any]:
+    """Boot a case's server and ask; what broke is an entry with `error`."""
+    started = time.monotonic()
+    try:
+        with serve(case.setup, bench, work) as server, Connection(server.url, timeout_s=120) as connection:
+            target = target_of(connection, None)
+            warm_up(target)
+            batches = {str(batch): asdict(ask(target, server, batch)) for batch in BATCHES}
+            seen = {"boot_s": server.boot_s, "fixes": server.fixes(), **server.observed()}
+    except (BootFailed, measured.CheckFailed) as error:
+        return {**asdict(case.setup), "error": str(error)}
+    entry = {**asdict(case.setup), **seen, "batches": batches, "total_s": round(time.monotonic() - started, 1)}
+    problems = unlike(case, bench, entry)
+    return {**entry, "error": "; ".join(problems)} if problems else entry
+
+
+def unlike(case: Case, bench: Bench, entry: Mapping[str, Any]) -> list[str]:
+    """Return how the server that ran is not the case's."""
+    if bench.engine == "cpu":
+        return []
+    fix = entry["fixes"].get("tq-spec-decode", [])
+    problems = []
+    if case.setup.graft and "applied" not in fix:
+        problems.append(f"the fix is {fix or 'not reported'}")
+    if not case.setup.graft and entry["fixes"]:
+        problems.append(f"fixes reported: {', '.join(entry['fixes'])}")
+    if not str(entry["cudagraph_mode"]).startswith("FULL"):
+        problems.append(f"graphs are {entry['cudagraph_mode']}")
+    return problems
+
+
+def warm_up(target: Target) -> None:
+    """Have the kernels compiled that a first long prompt and a first full batch need."""
+    rng = random.Random(f"{SEED} warm-up")
+    asked: list[tuple[Task, How]] = [(needle(rng, LENGTHS[-2], 0.5), "whole"), *tools.requests(rng, max(BATCHES))]
+    together(asked, lambda one: reply(target, *one), max(BATCHES), lambda done: None)
+
+
+def ask(target: Target, server: Server, batch: int) -> Batch:
+    """Ask for tool calls, then for needles, so many at a time; every case is asked the same."""
+    started, before = time.monotonic(), server.metrics()
+    deadline = started + PART_S[batch]
+    asked = tools.requests(random.Random(f"{SEED} tools {batch}"), REPLIES[batch])
+
+    def in_time(one: tuple[Task, How]) -> Reply | None:
+        return reply(target, *one) if time.monotonic() < deadline else None
+
+    found = [one for one in together(asked, in_time, batch, lambda done: None) if one is not None]
+    calls = tools.report(found)
+    climbed = ladder.climb(
+        target,
+        random.Random(f"{SEED} needles {batch}"),
+        target.served.max_model_len or max(LENGTHS),
+        lengths=LENGTHS,
+        depths=DEPTHS,
+        concurrency=batch,
+        stops=False,
+        on_done=lambda done, total, what: None,
+    )
+    by_length = {
+        f"{length}": [cell.found for cell in climbed.cells if cell.step_tokens == length] for length in LENGTHS
+    }
+    return Batch(
+        tools=calls.replies,
+        kinds=calls.kinds,
+        twins=calls.twins,
+        needles=Share(sum(cell.found for cell in climbed.cells), len(climbed.cells)),
+        needles_by_length={length: Share(sum(cells), len(cells)) for length, cells in by_length.items()},
+        tokens_a_step=acceptance_length(before, server.metrics()),
+        seconds=round(time.monotonic() - started, 1),
+        failures=(*calls.failures[:KEPT_FAILURES], *climbed.failures[:KEPT_FAILURES]),
+    )
+
+
+def line(entry: Mapping[str, Any]) -> str:
+    """Return one case in one line."""
+    if "error" in entry:
+        return f"ERROR: {entry['error'].strip().splitlines()[-1][:200]}"
+    parts = [f"boot {entry['boot_s']} s, in all {entry['total_s']} s"]
+    for name, batch in entry["batches"].items():
+        calls, needles = batch["tools"], batch["needles"]
+        parts.append(
+            f"batch {name}: calls {calls['right']}/{calls['total']}, needles {needles['right']}/{needles['total']}, "
+            f"{batch['tokens_a_step']} tokens a step, {batch['seconds']} s"
+        )
+    return "; ".join(parts)
+
+
+def status(results: Mapping[str, Any]) -> int:
+    """Return the exit status: 3 cases are left, 1 a case broke or is wrong that must be right, 0 all holds."""
+    cases = results["cases"]
+    if any("error" in entry for entry in cases.values()):
+        return 1
+    for case in CASES:
+        if case.must_be_right and not all(
+            is_right(batch) for batch in cases.get(case.id, {}).get("batches", {}).values()
+        ):
+            print(f"{case.id}: below {RIGHT:.0%}")
+            return 1
+    return 3 if any(case.id not in cases for case in CASES) else 0
+
+
+def is_right(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch reaches what a right case must."""
+    return all(batch[part]["right"] >= RIGHT * batch[part]["total"] > 0 for part in ("tools", "needles"))
+
+
+if __name__ == "__main__":
+    measured.stop_cleanly()
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What the measurements of a served model share: options, results files, and the description of the host."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fcntl
+import importlib.metadata
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import served
+
+from launcher.errors import CheckFailed
+
+__all__ = ["CheckFailed", "add_bench", "host", "keep", "name_of", "read", "stop_cleanly"]
+
+
+def add_bench(parser: argparse.ArgumentParser, model: Path, vllm: str) -> None:
+    """Add the options that say where and how servers are started."""
+    parser.add_argument("--model", type=Path, default=model, help="the checkpoint that is served")
+    parser.add_argument("--engine", choices=("gpu", "cpu"), default="gpu", help="cpu: to try the script out")
+    parser.add_argument("--vllm", default=vllm, help="the command before `serve`")
+    parser.add_argument("--port", type=int, default=served.Bench.port, help="loopback port of the server")
+    parser.add_argument("--memory", type=float, default=served.Bench.memory, help="share of the GPU's memory")
+    parser.add_argument("--dummy-weights", action="store_true", help="random weights: to try the script out")
+
+
+def stop_cleanly() -> None:
+    """Have SIGTERM and SIGINT end this program through its `finally` blocks, which stop the server."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
+def read(path: Path, schema: int) -> dict[str, Any]:
+    """Return the results so far.
+
+    Raises:
+        SystemExit: the file is of another schema.
+    """
+    if not path.exists():
+        return {"schema": schema, "host": {}, "cases": {}}
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if results.get("schema") != schema:
+        raise SystemExit(f"{path}: schema {results.get('schema')}, not {schema}; move it away and run all cases again")
+    return results
+
+
+def keep(path: Path, schema: int, name: str, entry: Mapping[str, Any], host: Mapping[str, str]) -> dict[str, Any]:
+    """Put one entry into the results file, which other processes may write too; return all results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        results = read(path, schema)
+        results["cases"][name] = dict(entry)
+        results["host"] = dict(host)
+        text = json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False)
+        text = re.sub(r"\[\s+([-\d.,e\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+        temporary = path.with_suffix(".part")
+        temporary.write_text(f"{text}\n", encoding="utf-8")
+        temporary.replace(path)
+    return results
+
+
+def host(engine: str, model: Path) -> dict[str, str]:
+    """Return the card, the versions and the model."""
+    found = {
+        "model": name_of(model),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": sys.version.split()[0],
+    }
+    for name in ("vllm", "torch", "triton"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if engine == "gpu":
+        # The driver is asked, not torch: this process must not hold the card.
+        query = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        found["gpu"], found["compute_capability"] = (part.strip() for part in gpu.split(","))
+    return found
+
+
+def name_of(model: Path) -> str:
+    """Return a checkpoint's path, relative to the checkout where it lies in it."""
+    resolved = model.resolve()
+    return str(resolved.relative_to(served.ROOT)) if resolved.is_relative_to(served.ROOT) else resolved.name
