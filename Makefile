@@ -95,7 +95,7 @@ test: install-dev ## All tests that this machine can run; the others skip by nam
 	$(GRAFT) engine install engine
 	$(GRAFT) engine install vllm-0.33
 	@$(MAKE) --no-print-directory check
-	$(VENV)/bin/python -m pytest tests/patches tests/engine tests/compose
+	$(VENV)/bin/python -m pytest tests/patches tests/monitoring tests/engine tests/compose
 
 generated: install-dev ## Write again what follows from the code: schemas, golden files, README's tables
 	@$(GRAFT) schema profile > profiles/schema/profile.schema.json
