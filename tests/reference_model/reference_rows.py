@@ -172,7 +172,8 @@ def _after_a_text(words: Words, longest: int) -> Row:
     """A task under a long system message."""
     kind = words.rng.choice(dialogues.KINDS)
     task = dialogues.tasks(kind, words.rng, "train")[-1]
-    text = needles.prose(needles.filler(words, _length(words.rng, 300, min(longest, 4000))))
+    text = needles.prose(needles.filler(words, _length(words.rng, 300, min(longest, 6500))))
+    text = "\n\n".join(filter(None, (text, words.rng.choice(dialogues.SYSTEMS))))
     messages = [message for message in task.messages if message["role"] != "system"]
     return row("after-a-text", ({"role": "system", "content": text}, *messages, reply(task)), task.tools)
 
