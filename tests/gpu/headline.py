@@ -28,10 +28,11 @@ from served import (
     REFERENCE_MODEL,
     VLLM,
     Bench,
-    BootFailed,
+    Died,
     Server,
     Setup,
     acceptance_length,
+    end_of_log,
     served,
 )
 
@@ -146,8 +147,10 @@ def execute(case: Case, bench: Bench, work: Path, serve: Serve) -> dict[str, Any
             warm_up(target)
             batches = {str(batch): asdict(ask(target, server, batch)) for batch in BATCHES}
             seen = {"boot_s": server.boot_s, "fixes": server.fixes(), **server.observed()}
-    except (BootFailed, measured.CheckFailed) as error:
+    except Died as error:
         return {**asdict(case.setup), "error": str(error)}
+    except measured.CheckFailed as error:
+        return {**asdict(case.setup), "error": f"{error}; {end_of_log(work / 'log')}"}
     entry = {**asdict(case.setup), **seen, "batches": batches, "total_s": round(time.monotonic() - started, 1)}
     problems = unlike(case, bench, entry)
     return {**entry, "error": "; ".join(problems)} if problems else entry
@@ -172,7 +175,9 @@ def warm_up(target: Target) -> None:
     """Have the kernels compiled that a first long prompt and a first full batch need."""
     rng = random.Random(f"{SEED} warm-up")
     asked: list[tuple[Task, How]] = [(needle(rng, LENGTHS[-2], 0.5), "whole"), *tools.requests(rng, max(BATCHES))]
-    together(asked, lambda one: reply(target, *one), max(BATCHES), lambda done: None)
+    found = together(asked, lambda one: reply(target, *one), max(BATCHES), lambda done: None)
+    if all(one.answer is None for one in found):
+        raise measured.CheckFailed(f"no request was answered: {found[0].faults[0]}")
 
 
 def ask(target: Target, server: Server, batch: int) -> Batch:

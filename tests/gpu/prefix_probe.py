@@ -27,7 +27,7 @@ from typing import Any
 import agents
 import measured
 from headline import EXPECTED_S, Serve
-from served import REFERENCE_MODEL, VLLM, Bench, BootFailed, Server, Setup, acceptance_length, served
+from served import REFERENCE_MODEL, VLLM, Bench, Died, Server, Setup, acceptance_length, end_of_log, served
 
 from launcher.ask import Answer, Connection
 from launcher.measure import judge, prefix
@@ -124,8 +124,10 @@ def execute(name: str, options: argparse.Namespace, bench: Bench, serve: Serve, 
                 soak(target, server, options, entry, keep)
             else:
                 keep({**entry, **compared(target, server, margins=case == REFERENCE)})
-    except (BootFailed, measured.CheckFailed) as error:
+    except Died as error:
         keep({**entry, "error": str(error)})
+    except measured.CheckFailed as error:
+        keep({**entry, "error": f"{error}; {end_of_log(options.work / name / 'log')}"})
 
 
 # The comparison.

@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 Engine = Literal["gpu", "cpu"]
 
 
-class BootFailed(Exception):
+class Died(Exception):
     """The server ended, or was not healthy in time; the message has the end of its log."""
 
 
@@ -80,11 +80,17 @@ class Server:
     reports: Path
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by name, summed over their labels."""
+        """Return the metrics by name, summed over their labels.
+
+        Raises:
+            Died: the server is gone.
+        """
         import httpx
 
-        text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text
-        return parsed_metrics(text)
+        try:
+            return parsed_metrics(httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text)
+        except httpx.HTTPError as error:
+            raise Died(f"{self.url}/metrics: {error}; {end_of_log(self.log)}") from error
 
     def fixes(self) -> dict[str, list[str]]:
         """Return what became of each fix: the outcomes that the server's processes reported."""
@@ -121,7 +127,7 @@ def arguments(setup: Setup, bench: Bench) -> list[str]:
     if bench.dummy_weights:
         found += ["--load-format", "dummy"]
     if bench.engine == "cpu":
-        return [*found, "--dtype", "float32", "--enforce-eager"]
+        return [*found, "--dtype", "bfloat16", "--enforce-eager"]
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0, "cudagraph_capture_sizes": CAPTURE_SIZES}
     return [
         *found,
@@ -179,7 +185,7 @@ def served(setup: Setup, bench: Bench, work: Path) -> Iterator[Server]:
     """Start a server in a folder of its own, wait until it is healthy, and stop it behind the block.
 
     Raises:
-        BootFailed: it ended or hangs.
+        Died: it ended or hangs.
     """
     (work / "reports").mkdir(parents=True, exist_ok=True)
     for old in (work / "reports").iterdir():
@@ -247,14 +253,17 @@ def _end_with_parent() -> None:
 def _wait(process: subprocess.Popen[bytes], url: str, started: float, log: Path) -> None:
     while not is_healthy(url):
         if process.poll() is not None:
-            raise BootFailed(f"vLLM ended with {process.returncode}: {_end(log)}")
+            raise Died(f"vLLM ended with {process.returncode}: {end_of_log(log)}")
         if time.monotonic() - started > BOOT_TIMEOUT_S:
-            raise BootFailed(f"not healthy after {BOOT_TIMEOUT_S:.0f} s: {_end(log)}")
+            raise Died(f"not healthy after {BOOT_TIMEOUT_S:.0f} s: {end_of_log(log)}")
         time.sleep(0.5)
 
 
-def _end(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-3000:]
+def end_of_log(log: Path) -> str:
+    """Return the errors that a server logged, else its last words, cut to what can be read."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    errors = [line for line in text.splitlines() if re.search(r"\w(?:Error|Exception): ", line)]
+    return "\n".join(errors[:5]) or text[-2000:]
 
 
 def _write_plugins(folder: Path) -> None:

@@ -17,7 +17,7 @@ import agents
 import headline
 import prefix_probe
 import served as serving
-from served import Bench, BootFailed, Server, Setup, arguments, environment, parsed_metrics
+from served import Bench, Died, Server, Setup, arguments, environment, parsed_metrics
 
 from launcher.measure.replies import Share
 from tests.launcher import headline_table
@@ -125,7 +125,7 @@ def test_what_is_in_the_file_is_not_run_again_and_what_broke_is(tmp_path: Path) 
 
     @contextmanager
     def breaks(setup: Setup, bench: Bench, work: Path) -> Iterator[Server]:
-        raise BootFailed("vLLM ended with 1: out of memory")
+        raise Died("vLLM ended with 1: out of memory")
         yield
 
     options = ["--results", str(results), "--work", str(tmp_path)]
