@@ -22,6 +22,9 @@ SCHEMA = 1
 CALL_TOKENS = 2000
 """Longest request of the tool-call suite and its reply, in tokens of a byte-level tokenizer."""
 
+SHORTEST_CONTEXT = 256
+"""In which a needle can be asked for, in tokens."""
+
 
 class Progress(Protocol):
     """Where the progress goes."""
@@ -197,7 +200,7 @@ def _prefix(target: Target, settings: Settings, progress: Progress, refusal: str
 
 
 def _needles(target: Target, settings: Settings, progress: Progress) -> Ladder | Skipped:
-    if refusal := _context_refusal(settings, 2 * ladder.SHORTEST_TOKENS):
+    if refusal := _context_refusal(settings, SHORTEST_CONTEXT):
         return Skipped(refusal)
     progress.phase("needles")
     return ladder.climb(

@@ -176,7 +176,7 @@ def test_a_server_that_refuses_tools_is_skipped_with_what_it_said() -> None:
 
 
 def test_nothing_that_could_be_checked_is_no_pass() -> None:
-    report = verified(replace(SMALL, context_tokens=600), no_tools="it cannot")
+    report = verified(replace(SMALL, context_tokens=200), no_tools="it cannot")
     assert [one.passed for one in report.checks] == [None] * 5
     assert not report.passed
 
