@@ -148,6 +148,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Launches of all Triton kernels replaced by records of what would be compiled for them."""
+    from tests.patches import tq_layer
+
+    return tq_layer.record_launches(monkeypatch)
+
+
+@pytest.fixture
 def make_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make a layer of TurboQuant attention: `make_layer(kv_cache_dtype, drafts, max_model_len)`."""
     from tests.patches import tq_layer

@@ -20,6 +20,8 @@ if "triton" not in sys.modules:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # with Triton but no GPU, vLLM replaces its kernels otherwise
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -200,3 +202,71 @@ def attend(layer: Layer, metadata: Any, query: Any = None, key: Any = None, valu
     output = torch.zeros(count, HEADS * HEAD_SIZE, dtype=torch.float16)
     layer.impl.forward(layer.module, query, key, key if value is None else value, layer.cache, metadata, output)
     return output.view(count, HEADS, HEAD_SIZE)
+
+
+@dataclass
+class Launches:
+    """The kernels that were launched, as Triton would compile them; none of them ran."""
+
+    variants: set[tuple[Any, ...]] = field(default_factory=set)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({variant[0] for variant in self.variants})
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Replace every Triton kernel by a record of its launch, and flash attention by zeros."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    seen = Launches()
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        general = set(kernel.kwargs["do_not_specialize"] or ())
+        annotations = kernel.fn.__annotations__
+        key = [
+            (name, _compiled_as(value, "constexpr" in str(annotations.get(name)), name in general))
+            for name, value in sorted(given.items())
+        ]
+        seen.variants.add((kernel.fn.__name__, *key))
+
+    def flash(_: Any, query: Any, key: Any, value: Any, *, causal: bool, scale: float, out: Any) -> tuple[Any, Any]:
+        return out.zero_(), torch.zeros(query.shape[1], query.shape[0])
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    monkeypatch.setattr(stock, "_HAS_FLASH_ATTN", True)
+    monkeypatch.setattr(stock.TurboQuantAttentionImpl, "_flash_attn_varlen", lambda _, q, **__: torch.zeros_like(q))
+    monkeypatch.setattr(turboquant.SpecDecodeImpl, "_flash_attention", flash)
+    return seen
+
+
+def _compiled_as(value: Any, constant: bool, general: bool) -> Any:
+    """What of an argument decides about the compiled kernel: see triton/runtime/jit.py."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), general or value.data_ptr() % 16 == 0
+    if constant or isinstance(value, bool | str | tuple | None):
+        return value
+    if isinstance(value, int) and not general:
+        return "one" if value == 1 else "multiple of 16" if value % 16 == 0 else "integer"
+    return type(value).__name__
+
+
+class Allocated(TorchDispatchMode):  # type: ignore[misc]
+    """Counts the bytes that operations allocate while it is entered: results that are no view of an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {_address(part) for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for part in tree_leaves(result):
+            if isinstance(part, torch.Tensor) and _address(part) not in before:
+                self.size += part.untyped_storage().nbytes()
+        return result
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.untyped_storage().data_ptr())
