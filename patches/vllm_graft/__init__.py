@@ -8,12 +8,16 @@ __version__ = "0.1.0"
 
 
 def register() -> None:
-    """Apply the fixes that this process needs; called by vLLM in each of its processes, any number of times.
+    """Apply the fixes that this process needs and register the quantization methods; again is the same as once.
+
+    vLLM calls it in each of its processes.
 
     Raises:
         vllm_graft.facts.GraftError: a setting is wrong, or a required fix is not applied.
 
     """
+    from vllm_graft import quantization
     from vllm_graft.plugin import PLUGIN
 
     PLUGIN.register()
+    quantization.register()

@@ -29,6 +29,7 @@ FACTS = RunFacts(
 MEASURED = """
 import multiprocessing, time
 import vllm.plugins
+import vllm.model_executor.layers.quantization  # the model's config needs it in every process
 multiprocessing.current_process().name = "EngineCore"
 wall, cpu = time.perf_counter(), time.process_time()
 import vllm_graft
