@@ -76,10 +76,22 @@ def test_it_finds_a_needle(target: Target, chars: int) -> None:
         assert judge.number_fault(task, target.ask(task)) is None
 
 
-def test_transformers_reads_the_tokenizer_and_the_template_as_the_training_does() -> None:
+def run(program: str) -> dict[str, float]:
+    """Run a program of this folder with the engine's Python, and return what it prints."""
     if not is_installed(ENGINE):
         pytest.skip(f"{ENGINE.folder.name} is not installed; run `graft engine install`")
-    program = Path(__file__).with_name("reference_text.py")
-    done = subprocess.run([str(ENGINE.python), str(program)], capture_output=True, text=True, check=False, timeout=120)
+    path = Path(__file__).with_name(program)
+    done = subprocess.run([str(ENGINE.python), str(path)], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["texts"] > 50
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def test_transformers_reads_the_tokenizer_and_the_template_as_the_training_does() -> None:
+    assert run("reference_text.py")["texts"] > 50
+
+
+def test_the_network_that_is_trained_is_transformers_own() -> None:
+    found = run("reference_parity.py")
+    assert found["largest"] > 1
+    assert found["difference"] < 1e-4
