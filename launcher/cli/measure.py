@@ -1,6 +1,8 @@
 """Commands that measure a running service: verify."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +14,8 @@ from launcher.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from launcher.ask import ServedModel
+    from launcher.cli.live import Live
+    from launcher.measure.target import Target
     from launcher.measure.verify import Settings, VerifyReport
     from launcher.plan import Plan
 
@@ -51,6 +55,13 @@ def verify(
         str | None,
         typer.Option("--against", metavar="URL", help="The same model without speculation: replies must be equal."),
     ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart-without-speculation",
+            help="Start the service without speculation for a while: replies must be equal. Clients wait meanwhile.",
+        ),
+    ] = False,
     context: Annotated[
         int | None, typer.Option("--context", min=256, help="Tokens that the needles climb to; default: the plan's.")
     ] = None,
@@ -76,19 +87,16 @@ def verify(
         raise UsageError("--model and --api-key-file go with --url; a profile's service has its own")
     if folder is not None:
         _make(folder)
+    if restart and (url or against):
+        raise UsageError("--restart-without-speculation is for a profile's service, and instead of --against")
     service = _named(url, model, api_key_file) if url else _started(name or profile)
     live = Live(err if as_json else out)
     with Connection(service.url, api_key=service.api_key) as connection:
         target = target_of(connection, service.model)
         settings = _settings(service, target.served, quick, context, replies, concurrency, seed)
-        no_tools = _no_tools(service)
-        if against is None:
-            with live:
-                report = measure(target, settings, live, no_tools=no_tools)
-        else:
-            with Connection(against, api_key=service.api_key) as other, live:
-                reference = target_of(other, target.served.name)
-                report = measure(target, settings, live, no_tools=no_tools, reference=reference)
+        reference = _reference(service, target.served.name, against, restart, live)
+        with live:
+            report = measure(target, settings, live, no_tools=_no_tools(service), reference=reference)
     _show(report, folder, as_json)
     if not report.passed:
         failed = [check.name for check in report.checks if check.passed is False]
@@ -148,6 +156,31 @@ def _settings(
         concurrency=concurrency,
         tool_replies=replies or settings.tool_replies,
     )
+
+
+def _reference(
+    service: _Service, model: str, against: str | None, restart: bool, live: "Live"
+) -> "Callable[[], AbstractContextManager[Target]] | None":
+    from launcher.ask import Connection
+    from launcher.measure.target import target_of
+
+    @contextmanager
+    def another() -> "Iterator[Target]":
+        with Connection(str(against), api_key=service.api_key) as connection:
+            yield target_of(connection, model)
+
+    @contextmanager
+    def in_its_place() -> "Iterator[Target]":
+        from launcher.measure.second_start import without_speculation
+
+        assert service.plan is not None
+        with (
+            without_speculation(service.plan, live) as url,
+            Connection(url, api_key=service.api_key) as connection,
+        ):
+            yield target_of(connection, model)
+
+    return in_its_place if restart else another if against else None
 
 
 def _no_tools(service: _Service) -> str | None:

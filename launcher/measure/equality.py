@@ -1,10 +1,12 @@
 """Greedy replies of two services that serve one model: with speculation they must equal those without."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from launcher.ask import Answer
+from launcher.errors import UsageError
 from launcher.measure.dialogues import Kind, Task, tasks
 from launcher.measure.greedy import Difference, Generated, compare
 from launcher.measure.replies import Failure
@@ -35,9 +37,13 @@ class EqualityReport:
     failures: tuple[Failure, ...]
 
 
+Reference = Callable[[], AbstractContextManager[Target]]
+"""Brings the reference, which may take the service's place while it is there."""
+
+
 def probe(
     target: Target,
-    reference: Target,
+    reference: Reference,
     rng: random.Random,
     *,
     count: int,
@@ -45,29 +51,36 @@ def probe(
     concurrency: int,
     on_done: Callable[[int, int], None],
 ) -> EqualityReport:
-    """Ask both services the same, and compare token by token; both must be vLLM, which tells its token ids.
+    """Ask the service, then the reference the same, and compare token by token; both tell their token ids.
 
     Raises:
+        UsageError: the reference is no vLLM.
         AskFailed: one of them gives no answer.
     """
     asked = questions(rng, count, with_tools=with_tools)
+    total = 2 * count
+    got = _answers(target, asked, concurrency, lambda done: on_done(done, total))
+    with reference() as other:
+        if not other.is_vllm:
+            raise UsageError(f"{other.connection.base_url}: is no vLLM, which alone tells the token ids to compare")
+        wanted = _answers(other, asked, concurrency, lambda done: on_done(count + done, total), margins=True)
+        return report(other, list(zip(asked, wanted, got, strict=True)))
 
-    def both(task: Task) -> tuple[Task, Answer, Answer]:
-        wanted = reference.connection.answer(reference.request(task, token_ids=True, margins=True))
-        got = target.connection.answer(target.request(task, token_ids=True))
-        return task, wanted, got
 
-    found = together(asked, both, concurrency, lambda done: on_done(done, len(asked)))
-    return report(target, reference, found)
+def _answers(
+    target: Target, asked: Sequence[Task], concurrency: int, on_done: Callable[[int], None], *, margins: bool = False
+) -> list[Answer]:
+    def answer(task: Task) -> Answer:
+        return target.connection.answer(target.request(task, token_ids=True, margins=margins))
+
+    return together(asked, answer, concurrency, on_done)
 
 
-def report(target: Target, reference: Target, found: list[tuple[Task, Answer, Answer]]) -> EqualityReport:
-    """Judge each pair of answers, the reference's first."""
+def report(reference: Target, found: list[tuple[Task, Answer, Answer]]) -> EqualityReport:
+    """Judge each pair of answers, the reference's first; the reference has the tokens of both."""
     judged = [(one, compare(_generated(one[1]), _generated(one[2]))) for one in found]
     verdicts = [difference.verdict for _, difference in judged]
-    failures = [
-        _failure(target, reference, *one, difference) for one, difference in judged if difference.verdict == "wrong"
-    ]
+    failures = [_failure(reference, *one, difference) for one, difference in judged if difference.verdict == "wrong"]
     return EqualityReport(
         reference=reference.connection.base_url,
         compared=len(found),
@@ -96,14 +109,12 @@ def _generated(answer: Answer) -> Generated:
     return Generated(answer.token_ids, answer.margins)
 
 
-def _failure(
-    target: Target, reference: Target, task: Task, wanted: Answer, got: Answer, difference: Difference
-) -> Failure:
+def _failure(reference: Target, task: Task, wanted: Answer, got: Answer, difference: Difference) -> Failure:
     margin = "one of them stopped early" if difference.margin is None else f"margin {difference.margin:.3f} nats"
     return Failure(
         task.kind,
         "compared",
         (f"first difference at token {difference.common} of {difference.length}, {margin}",),
         str(task.messages[-1]["content"]),
-        f"reference:\n{reference.raw_text(wanted)}\nservice:\n{target.raw_text(got)}",
+        f"reference:\n{reference.raw_text(wanted)}\nservice:\n{reference.raw_text(got)}",
     )

@@ -10,7 +10,7 @@ from typing import Protocol
 from launcher.ask import AskFailed, Unreachable
 from launcher.measure import equality, ladder, prefix, tools, verdict
 from launcher.measure.dialogues import KINDS, Kind, Task, tasks
-from launcher.measure.equality import EqualityReport
+from launcher.measure.equality import EqualityReport, Reference
 from launcher.measure.ladder import Ladder
 from launcher.measure.prefix import PrefixReport
 from launcher.measure.replies import Failure
@@ -108,7 +108,7 @@ def verify(
     progress: Progress,
     *,
     no_tools: str | None = None,
-    reference: Target | None = None,
+    reference: Reference | None = None,
 ) -> VerifyReport:
     """Measure and judge a service.
 
@@ -117,11 +117,12 @@ def verify(
         settings: how much is asked.
         progress: told how far it is.
         no_tools: why the model cannot call tools; None where it can.
-        reference: the same model without speculation, for greedy equality.
+        reference: brings the same model without speculation, for greedy equality.
 
     Raises:
         Unreachable: the server is gone.
         AskFailed: it does not say how long a prompt is, or a comparison breaks.
+        GraftError: the reference cannot be had.
     """
     started, when = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     refusal = no_tools or _context_refusal(settings, CALL_TOKENS) or tools_refusal(target)
@@ -215,11 +216,11 @@ def _needles(target: Target, settings: Settings, progress: Progress) -> Ladder |
 
 
 def _equality(
-    target: Target, reference: Target | None, settings: Settings, progress: Progress, *, with_tools: bool
+    target: Target, reference: Reference | None, settings: Settings, progress: Progress, *, with_tools: bool
 ) -> EqualityReport | Skipped:
     if reference is None:
-        return Skipped("no service without speculation to compare with; name one with --against URL")
-    if not (target.is_vllm and reference.is_vllm):
+        return Skipped("nothing without speculation to compare with: --against URL, or --restart-without-speculation")
+    if not target.is_vllm:
         return Skipped("only vLLM tells the token ids that are compared")
     progress.phase("equality")
     return equality.probe(

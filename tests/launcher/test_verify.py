@@ -5,7 +5,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,10 @@ def verified(
     """Verify a stand-in with these attributes, against another where one is given."""
     with ExitStack() as stack:
         target = target_of(stack.enter_context(Connection(stack.enter_context(served(**server)))), None)
-        other = None
-        if reference is not None:
-            other = target_of(stack.enter_context(Connection(stack.enter_context(served(**reference)))), None)
-        return verify(target, settings, Silent([]), no_tools=no_tools, reference=other)
+        if reference is None:
+            return verify(target, settings, Silent([]), no_tools=no_tools)
+        other = target_of(stack.enter_context(Connection(stack.enter_context(served(**reference)))), None)
+        return verify(target, settings, Silent([]), no_tools=no_tools, reference=lambda: nullcontext(other))
 
 
 def check(report: VerifyReport, name: str) -> Check:
