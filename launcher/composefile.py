@@ -94,6 +94,8 @@ class Service(Part):
     cap_drop: tuple[str, ...] = ("ALL",)
     cap_add: tuple[str, ...] = ()
     security_opt: tuple[str, ...] = ("no-new-privileges:true",)
+    pid: str | None = None
+    """`service:NAME`: the processes of that service are seen, and may be signalled by its user."""
     network_mode: Literal["none"] | None = None
     networks: tuple[str, ...] = ()
     """Empty: the project's default network."""

@@ -4,6 +4,7 @@
 read from the plan, so that `graft explain` and the running service cannot differ.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -81,6 +82,32 @@ class Gateway(PlanPart):
         return "127.0.0.1" if self.tls_certificate else host
 
 
+class Watch(PlanPart):
+    """How the engine is watched and started again."""
+
+    every_s: int
+    strikes: int
+    idle_probe_s: int
+    restarts: int
+    within_s: int
+    choices: tuple[Flag, ...]
+    """The values above with their reasons."""
+
+
+class Degraded(PlanPart):
+    """Smaller settings, for an engine that ended for lack of memory with the planned ones."""
+
+    flags: tuple[Flag, ...]
+    """All of them, in the order of the planned ones."""
+    max_model_len: int
+    summary: str
+    """What is smaller, with numbers."""
+
+    def argv(self) -> tuple[str, ...]:
+        """Return the flags as arguments of `vllm serve`."""
+        return argv_of(self.flags)
+
+
 class Plan(PlanPart):
     """All decisions of one start."""
 
@@ -99,6 +126,10 @@ class Plan(PlanPart):
     port: int
     gateway: Gateway | None = None
     """None: clients reach the server itself."""
+    watch: Watch | None = None
+    """None: what ends stays ended, but for what Docker starts again."""
+    degraded: Degraded | None = None
+    """None: there are none that start, or they are not wanted."""
     monitoring: Monitoring = Monitoring()
     max_model_len: int | None
     """Planned context in tokens; None where the geometry is not known yet and vLLM decides."""
@@ -134,6 +165,9 @@ class Plan(PlanPart):
 
     def argv(self) -> tuple[str, ...]:
         """Return the flags as arguments of `vllm serve`, without model path, --host and --port."""
-        return tuple(
-            part for flag in self.flags for part in ((flag.name,) if flag.value is None else (flag.name, flag.value))
-        )
+        return argv_of(self.flags)
+
+
+def argv_of(flags: Iterable[Flag]) -> tuple[str, ...]:
+    """Return flags as arguments."""
+    return tuple(part for flag in flags for part in ((flag.name,) if flag.value is None else (flag.name, flag.value)))

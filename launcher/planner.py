@@ -34,6 +34,7 @@ from launcher.memory import (
 from launcher.plan import GpuMode, Plan, Runtime, SelectedGpu
 from launcher.problems import Problem
 from launcher.profile import Model, Profile, Speculation, capability_of
+from launcher.watching.choices import Sized, degraded_of, watch_of
 
 TURBOQUANT_SPECULATION_FIX = "tq-spec-decode"
 """Without it, TurboQuant is right only in the flags-only safe mode."""
@@ -81,11 +82,24 @@ class _Fixes:
 
 
 def make(inputs: Inputs) -> Planned:
-    """Return the plan of a start.
+    """Return the plan of a start, with the smaller settings that it falls back to.
 
     Raises:
         UsageError: the profile passes arguments that the plan owns.
     """
+    made = _made(inputs)
+    if made.plan.watch is None or not inputs.profile.watch.degraded:
+        return made
+    degraded = degraded_of(_sized(made), lambda profile: _sized(_made(replace(inputs, profile=profile))))
+    return replace(made, plan=made.plan.model_copy(update={"degraded": degraded}))
+
+
+def _sized(made: Planned) -> Sized:
+    report = made.memory.report if made.memory else None
+    return Sized(made.plan, made.inputs.profile, report.layout.block_tokens if report else 1)
+
+
+def _made(inputs: Inputs) -> Planned:
     profile = inputs.profile
     refuse_owned(profile)
     _refuse_unknown_fixes(profile)
@@ -382,6 +396,7 @@ def _plan(
         host=profile.serve.host,
         port=profile.serve.port,
         gateway=gateway_of(profile, runtime, decisions.max_num_seqs),
+        watch=watch_of(profile),
         monitoring=profile.monitoring,
         max_model_len=decisions.max_model_len,
         tensor_parallel_size=profile.serve.tensor_parallel_size,

@@ -127,6 +127,23 @@ class Gateway(Values):
     tls_port: Annotated[int, Field(ge=1, le=65535)] = 8443
 
 
+class Watch(Values):
+    """How a running engine is watched, ended when it is stuck, and started again (docs/operations.md)."""
+
+    enabled: bool = True
+    every_s: Annotated[int, Field(ge=1, le=600)] = 20
+    """Between two looks."""
+    strikes: Annotated[int, Field(ge=2, le=20)] = 3
+    """Looks in a row without progress until the engine is ended."""
+    idle_probe_s: Annotated[int, Field(ge=5, le=86_400)] = 60
+    """An engine that nobody asks is asked for one token so often."""
+    restarts: Annotated[int, Field(ge=0, le=100)] = 5
+    """Restarts allowed in `within_s`; then the service stays down and says so."""
+    within_s: Annotated[int, Field(ge=60, le=604_800)] = 3600
+    degraded: bool = True
+    """Start with smaller settings after the engine ended twice for lack of memory."""
+
+
 class Profile(Values):
     """One GPU set-up and how to serve on it."""
 
@@ -141,6 +158,7 @@ class Profile(Values):
     """vLLM release; a key of `images/pins.yaml`."""
     serve: Serve
     gateway: Gateway = Gateway()
+    watch: Watch = Watch()
     monitoring: Monitoring = Monitoring()
     disabled_fixes: tuple[str, ...] = ()
     """Fixes that are not applied; `graft fixes` lists their ids."""

@@ -28,9 +28,10 @@ from launcher.composefile import (
 from launcher.gateway import services as gateway
 from launcher.monitoring import files as monitoring_files
 from launcher.monitoring import services as monitoring
-from launcher.plan import Image, Plan
+from launcher.plan import Image, Plan, argv_of
 from launcher.state import CHECKOUT
 from launcher.templates import template
+from launcher.watching import services as watching
 
 USER = "2000:0"
 """The user that the vllm/vllm-openai image prepares."""
@@ -50,6 +51,7 @@ CACHES = {
 }
 """Everything that the server writes besides /tmp."""
 ENTRYPOINT_FILE = "/run/graft/entrypoint.sh"
+ENTRYPOINT = ("/bin/sh", ENTRYPOINT_FILE)
 FACTS_FILE = "/run/graft/facts.json"
 REPORTS_DIR = "/run/graft-reports"
 SECRETS = {"api_key": "VLLM_API_KEY"}
@@ -79,6 +81,8 @@ class Surroundings:
     engine: Literal["docker", "podman"] = "docker"
     engine_api: str | None = None
     """API version of the Docker Engine, such as "1.44"; None: unknown, only what every engine knows is used."""
+    has_webhook: bool = False
+    """The address of a webhook is in the folder `secrets`."""
     images: Mapping[str, str] = field(default_factory=dict)
     """Reference of the image of each service beside vLLM, by the service's name (`services` of images/pins.yaml)."""
 
@@ -109,19 +113,24 @@ def run(plan: Plan, around: Surroundings | None = None) -> dict[str, str]:
         "image/Dockerfile": dockerfile(plan.image, around.wheel),
         "image/manifest.py": manifest_script(),
         **(gateway.files(plan.gateway, heading, f"http://{SERVICE}:{CONTAINER_PORT}") if plan.gateway else {}),
+        **(watching.files(plan, plan.watch, _watched(plan, around), ENTRYPOINT) if plan.watch else {}),
         **files,
         **monitoring_texts(plan),
     }
 
 
 def entrypoint(plan: Plan, heading: str) -> str:
-    """Return the script that reads the secrets and becomes `vllm serve`."""
+    """Return the script that reads the secrets and becomes `vllm serve`; its argument chooses the smaller settings."""
     serve = ("vllm", "serve", f"/models/{plan.model}", "--host", "0.0.0.0", "--port", str(CONTAINER_PORT))
-    flags = [(flag.name,) if flag.value is None else (flag.name, flag.value) for flag in plan.flags]
-    line = shlex.join((*serve, *plan.argv()))
-    return template("compose/entrypoint.sh.j2").render(
-        heading=heading, secrets=SECRETS, line=f"graft: exec {line}", serve=serve, flags=flags
-    )
+    flags = {"normal": plan.flags, **({"degraded": plan.degraded.flags} if plan.degraded and plan.watch else {})}
+    commands = {
+        mode: {
+            "line": f"graft: exec {shlex.join((*serve, *argv_of(ones)))}",
+            "flags": [(flag.name,) if flag.value is None else (flag.name, flag.value) for flag in ones],
+        }
+        for mode, ones in flags.items()
+    }
+    return template("compose/entrypoint.sh.j2").render(heading=heading, secrets=SECRETS, serve=serve, commands=commands)
 
 
 def dockerfile(image: Image, wheel: str) -> str:
@@ -137,7 +146,8 @@ def manifest_script() -> str:
 def compose_file(plan: Plan, around: Surroundings) -> ComposeFile:
     """Return the Compose document of a plan for Docker."""
     name = project_name(plan.profile)
-    secrets = (*around.secrets, monitoring.PASSWORD)
+    webhook = (watching.WEBHOOK,) if around.has_webhook and plan.watch else ()
+    secrets = (*around.secrets, monitoring.PASSWORD, *webhook)
     services = {
         **_services(plan, around, name),
         **monitoring.services(plan, around.images, monitoring_texts(plan), around.engine),
@@ -166,10 +176,26 @@ def service_names(plan: Plan) -> tuple[str, ...]:
 
 def _services(plan: Plan, around: Surroundings, name: str) -> dict[str, Service]:
     services = {"cache": _cache_service(around), SERVICE: _server(plan, around, name)}
+    if plan.watch is not None:
+        services[watching.NAME] = watching.service(_watched(plan, around))
     if plan.gateway is None:
         return services
     within = gateway.Within(around.image, around.images, around.secrets, USER, around.engine)
     return {**services, **gateway.services(plan, plan.gateway, within)}
+
+
+def _watched(plan: Plan, around: Surroundings) -> watching.Within:
+    out = (gateway.OUTSIDE,) if around.has_webhook else ()
+    return watching.Within(
+        image=around.image,
+        user=USER,
+        engine=around.engine,
+        engine_service=SERVICE,
+        engine_port=CONTAINER_PORT,
+        secrets=around.secrets,
+        has_webhook=around.has_webhook,
+        networks=(gateway.INSIDE, *out) if plan.gateway else (),
+    )
 
 
 def cache_key(plan: Plan, around: Surroundings) -> str:
@@ -187,7 +213,7 @@ def _server(plan: Plan, around: Surroundings, name: str) -> Service:
         build=Build(context="./image"),
         container_name=name,
         depends_on={"cache": Dependency(condition="service_completed_successfully")},
-        entrypoint=("/bin/sh", ENTRYPOINT_FILE),
+        entrypoint=watching.kept_entrypoint() if plan.watch else ENTRYPOINT,
         environment=_environment(plan),
         secrets=around.secrets,
         user=USER,
@@ -200,6 +226,7 @@ def _server(plan: Plan, around: Surroundings, name: str) -> Service:
             _bind("./entrypoint.sh", ENTRYPOINT_FILE),
             _bind("./facts.json", FACTS_FILE),
             Mount(type="volume", source="cache", target=CACHE),
+            *(watching.kept_mounts() if plan.watch else ()),
         ),
         # Compilers leave programs and libraries in /tmp and run them.
         tmpfs=("/tmp:exec,mode=1777", f"{REPORTS_DIR}:mode=1777,size=16m"),

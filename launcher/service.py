@@ -35,6 +35,7 @@ from launcher.reports import Collected
 from launcher.runtime import RunState, Service
 from launcher.service_files import ensure_password, service_files, write
 from launcher.state import ServiceState, state_root
+from launcher.watching import folder
 
 if TYPE_CHECKING:
     from launcher.images.lock import Lock
@@ -205,6 +206,7 @@ def render(made: Planned) -> dict[Path, bytes]:
     docker = made.inputs.facts.docker if made.inputs.facts else None
     if plan.gateway is not None:
         gateway.install(plan.gateway, state)
+    folder.make(state)
     files = service_files(plan, state, models_dir() / plan.model, docker)
     write(state.root, files)
     if plan.runtime == "docker":

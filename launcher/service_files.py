@@ -11,6 +11,7 @@ from launcher.images.pins import load_pins
 from launcher.monitoring.services import PASSWORD
 from launcher.plan import Plan
 from launcher.state import ServiceState
+from launcher.watching.services import WEBHOOK
 
 
 def service_files(plan: Plan, state: ServiceState, model_dir: Path, docker: Docker | None = None) -> dict[str, bytes]:
@@ -34,6 +35,7 @@ def service_files(plan: Plan, state: ServiceState, model_dir: Path, docker: Dock
         secrets=tuple(name for name in render.SECRETS if (state.secrets_dir / name).is_file()),
         engine=docker.flavor or "docker" if docker else "docker",
         engine_api=docker.api if docker else None,
+        has_webhook=(state.secrets_dir / WEBHOOK).is_file(),
         images={name: pin.reference for name, pin in load_pins().services.items()},
     )
     built_from = {f"image/{wheel.name}": wheel.content, f"image/{operate.NAME}": operate.operate_zip()}

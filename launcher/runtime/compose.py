@@ -19,6 +19,8 @@ from launcher.monitoring.services import PROFILE as MONITORING
 from launcher.plan import Plan
 from launcher.runtime import Health, RunState, Status, Work
 from launcher.runtime.host import local_address
+from launcher.state import ServiceState
+from launcher.watching import folder
 
 API_TIMEOUT_S = 5
 _STATUSES: dict[str, Status] = {
@@ -211,6 +213,7 @@ class ComposeService:
         if self.state().status == "exited":
             # Started again it would go on with the log of its former life.
             must(down(self.file))
+        folder.prepare(ServiceState(self.file.parent))
         try:
             must(up(self.file), on_line)
         except DockerFailed:

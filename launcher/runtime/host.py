@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,9 +14,10 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from launcher.errors import Refused, UsageError
-from launcher.plan import Plan
+from launcher.plan import Plan, Watch
 from launcher.runtime import RunState, Work
 from launcher.state import ServiceState, cache_root
+from launcher.watching import folder
 
 TERM_GRACE_S = 20.0
 KILL_GRACE_S = 10.0
@@ -171,9 +173,11 @@ def start(plan: Plan, model_dir: Path, state: ServiceState, vllm: Path) -> HostS
     if running is not None and running._members():
         raise UsageError(f"{plan.profile} runs already (process {running.record.pid}); stop it with `make down`")
     _refuse_taken_port(plan.port)
-    argv = (str(vllm), "serve", str(model_dir), "--host", plan.host, "--port", str(plan.port), *plan.argv())
-    for folder in (state.logs_dir, state.reports_dir):
-        folder.mkdir(parents=True, exist_ok=True)
+    for needed in (state.logs_dir, state.reports_dir):
+        needed.mkdir(parents=True, exist_ok=True)
+    folder.prepare(state)
+    serve = (str(vllm), "serve", str(model_dir), "--host", plan.host, "--port", str(plan.port))
+    argv = (*serve, *plan.argv()) if plan.watch is None else _kept(plan, plan.watch, state, serve)
     for report in state.reports_dir.glob("*.json"):
         report.unlink()
     with (state.logs_dir / LOG_NAME).open("wb") as log:
@@ -202,6 +206,35 @@ def start(plan: Plan, model_dir: Path, state: ServiceState, vllm: Path) -> HostS
     )
     state.process_file.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return HostService(state, record, is_child=True)
+
+
+def _kept(plan: Plan, watch: Watch, state: ServiceState, serve: tuple[str, ...]) -> tuple[str, ...]:
+    """Write the settings of keeper and watchdog, and return the command that starts the keeper."""
+    # Imported late: commands that start nothing have no use for them.
+    from launcher.watching import services
+
+    key, webhook = state.secrets_dir / "api_key", state.secrets_dir / services.WEBHOOK
+    base_url = f"http://{local_address(plan.host)}:{plan.port}"
+    dog = services.watchdog_settings(
+        plan, watch, state.operate_dir, base_url, key if key.is_file() else None, webhook if webhook.is_file() else None
+    )
+    smaller = plan.degraded.argv() if plan.degraded else ()
+    keep = services.keeper_settings(
+        plan,
+        watch,
+        state.operate_dir,
+        {"normal": (*serve, *plan.argv()), "degraded": (*serve, *smaller)},
+        watchdog=(*_program("watch"), str(state.root / services.WATCH_NAME)),
+        linger_s=services.LINGER_S if webhook.is_file() else 0.0,
+    )
+    (state.root / services.WATCH_NAME).write_text(dog.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    (state.root / services.KEEP_NAME).write_text(keep.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return (*_program("keep"), str(state.root / services.KEEP_NAME))
+
+
+def _program(name: str) -> tuple[str, ...]:
+    """Return the command of one of the programs of `launcher.operate`, run by the launcher's own Python."""
+    return (sys.executable, "-m", "launcher.operate", name)
 
 
 def find(state: ServiceState) -> HostService | None:

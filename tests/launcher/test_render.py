@@ -120,8 +120,9 @@ def test_a_service_is_closed_to_its_host(path: str) -> None:
         assert "no-new-privileges:true" in service["security_opt"]
         assert not service.get("privileged")
     binds = [mount for mount in vllm["volumes"] if mount["type"] == "bind"]
-    assert len(binds) == 3
-    assert all(mount["read_only"] and mount["bind"] == {"create_host_path": False} for mount in binds)
+    assert len(binds) == 5
+    assert all(mount["bind"] == {"create_host_path": False} for mount in binds)
+    assert [mount["target"] for mount in binds if not mount.get("read_only")] == ["/run/graft-operate"]
 
 
 def test_everything_that_the_server_writes_lies_in_the_cache_volume() -> None:
