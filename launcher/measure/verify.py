@@ -69,7 +69,7 @@ def quick(seed: int, context_tokens: int) -> Settings:
         kinds=("single", "parallel", "code", "no-call"),
         repeats=3,
         repeated_kinds=("single",),
-        prefix_tokens=1000,
+        prefix_tokens=2400,
         lengths=(1500,),
         depths=(0.1, 0.6),
         compared=4,
