@@ -107,7 +107,7 @@ def grows_with_the_prefix(layer: Layer, launches: Launches) -> bool:
         with Allocated() as allocated:
             attend(layer, metadata)
         sizes.append(allocated.size)
-    return sizes[1] > sizes[0]
+    return bool(sizes[1] > sizes[0])
 
 
 # k8v4-key-clip: keys as they are read back below compute capability 8.9.  Triton's interpreter has another e4b15 than

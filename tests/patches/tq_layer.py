@@ -125,6 +125,7 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(prefill, "attend_to_prefix", to_prefix)
     monkeypatch.setattr(stock, "_HAS_FLASH_ATTN", True)
     monkeypatch.setattr(stock.TurboQuantAttentionImpl, "_flash_attn_varlen", flash)
+    monkeypatch.setattr(turboquant.SpecDecodeImpl, "_flash", lambda self, query, *_: (flash(self, query), None))
     return seen
 
 
@@ -231,13 +232,13 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         ]
         seen.variants.add((kernel.fn.__name__, *key))
 
-    def flash(_: Any, query: Any, key: Any, value: Any, *, causal: bool, scale: float, out: Any) -> tuple[Any, Any]:
-        return out.zero_(), torch.zeros(query.shape[1], query.shape[0])
+    def flash(_: Any, query: Any, *others: Any) -> tuple[Any, Any]:
+        return others[-1].zero_(), torch.zeros(query.shape[1], query.shape[0])
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(stock, "_HAS_FLASH_ATTN", True)
     monkeypatch.setattr(stock.TurboQuantAttentionImpl, "_flash_attn_varlen", lambda _, q, **__: torch.zeros_like(q))
-    monkeypatch.setattr(turboquant.SpecDecodeImpl, "_flash_attention", flash)
+    monkeypatch.setattr(turboquant.SpecDecodeImpl, "_flash", flash)
     return seen
 
 

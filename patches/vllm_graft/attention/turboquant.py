@@ -155,64 +155,67 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; a batch of decodes alone is written to the output by the kernel itself."""
-        if not isinstance(attn_metadata, RequestsMetadata) or output is None:
+        """Attend and write to the output, which kernels do themselves."""
+        if not isinstance(attn_metadata, RequestsMetadata | SpanMetadata) or output is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
         self._ensure_on_device(layer, query.device)
         count = attn_metadata.num_actual_tokens
-        shape = (count, self.num_heads, self.head_size)
-        self._decode_requests(
-            query[:count].view(shape), kv_cache.transpose(1, 2), attn_metadata, output[:count].view(shape)
+        query, key, value, out = (
+            part[:count].view(count, heads, self.head_size)
+            for part, heads in (
+                (query, self.num_heads),
+                (key, self.num_kv_heads),
+                (value, self.num_kv_heads),
+                (output, self.num_heads),
+            )
         )
+        kv_cache = kv_cache.transpose(1, 2)
+        if isinstance(attn_metadata, RequestsMetadata):
+            self._decode_requests(query, kv_cache, attn_metadata, out)
+        else:
+            self._attend_by_span(layer, query, key, value, kv_cache, attn_metadata, out)
         return output
 
-    def _prefill_attention(
+    def _attend_by_span(
         self,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: SpanMetadata,
-        Pi: torch.Tensor,
-        centroids: torch.Tensor,
-        PiT: torch.Tensor | None = None,
-        layer: Any = None,
-    ) -> torch.Tensor:
-        output = torch.zeros_like(query)
-        for span, part in attn_metadata.spans:
+        metadata: SpanMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        tables = layer._tq_Pi, layer._tq_centroids, layer._tq_PiT
+        for span, part in metadata.spans:
             start, stop = span.tokens
+            here = slice(start, stop)
             if isinstance(part, RequestsMetadata):
-                self._decode_requests(query[:stop], kv_cache, part, output[:stop])
+                self._decode_requests(query[:stop], kv_cache, part, out[:stop])
             elif not part.is_prefill:
-                output[start:stop] = self._decode_attention(
-                    query[start:stop], kv_cache, part, Pi, centroids, PiT, layer
-                )
+                out[here] = self._decode_attention(query[here], kv_cache, part, *tables, layer)
             elif span.attend is Attend.BOTH and self._reads_prefix:
                 self._attend_to_prefix(
-                    query[start:stop],
-                    key[start:stop],
-                    value[start:stop],
+                    query[here],
+                    key[here],
+                    value[here],
                     kv_cache,
                     part.block_table[0],
                     part.max_seq_len - span.num_tokens,
-                    centroids,
-                    output[start:stop],
+                    layer._tq_centroids,
+                    out[here],
+                )
+            elif span.attend is Attend.BATCH and self._reads_prefix:
+                starts, longest = part.query_start_loc, part.max_query_len
+                self._flash(
+                    query[here], key[here], value[here], starts, starts, longest, longest, self.scale, True, out[here]
                 )
             else:
-                output[start:stop] = super()._prefill_attention(
-                    query[start:stop],
-                    key[start:stop],
-                    value[start:stop],
-                    kv_cache,
-                    part,
-                    Pi,
-                    centroids,
-                    PiT,
-                    layer=layer,
+                out[here] = self._prefill_attention(
+                    query[here], key[here], value[here], kv_cache, part, *tables, layer=layer
                 )
-        return output
 
     def _decode_requests(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: RequestsMetadata, out: torch.Tensor
@@ -273,22 +276,40 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
         out: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`prefill.Attention` by vLLM's flash attention."""
+        queries, keys = self._from_zero("queries", len(query)), self._from_zero("own" if causal else "tile", len(key))
+        return self._flash(query, key, value, queries, keys, len(query), len(key), scale, causal, out)
+
+    def _flash(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_starts: torch.Tensor,
+        key_starts: torch.Tensor,
+        max_query_len: int,
+        max_key_len: int,
+        scale: float,
+        causal: bool,
+        out: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         version = {} if self.fa_version is None else {"fa_version": self.fa_version}
         found, lse = stock.flash_attn_varlen_func(
             q=query,
             k=key,
             v=value,
-            cu_seqlens_q=self._from_zero("queries", len(query)),
-            cu_seqlens_k=self._from_zero("own keys" if causal else "tile", len(key)),
-            max_seqlen_q=len(query),
-            max_seqlen_k=len(key),
+            cu_seqlens_q=query_starts,
+            cu_seqlens_k=key_starts,
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max_key_len,
             softmax_scale=scale,
             causal=causal,
             return_softmax_lse=True,
             out=out,
             **version,
         )
-        return found, lse
+        if found is not out and found.data_ptr() != out.data_ptr():
+            out.copy_(found)
+        return out, lse
 
     def _from_zero(self, name: str, count: int) -> torch.Tensor:
         """[0, count] on the device, in a tensor that is kept: filling it needs no synchronization."""

@@ -26,8 +26,8 @@ _MIN_TILE_TOKENS = 2048  # below it a tile takes longer to launch than to comput
 class Attention(Protocol):
     """Attention of query [T, heads, D] to key and value [S, KV heads, D]; causal is aligned to the last of both.
 
-    Returns the output [T, heads, D], which is `out` where the function can write there, and the natural logarithm of
-    the softmax's denominator, FP32 [heads, T].
+    Writes the output [T, heads, D] to `out` and returns it with the natural logarithm of the softmax's denominator,
+    FP32 [heads, T].
     """
 
     def __call__(
