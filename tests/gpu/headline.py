@@ -92,6 +92,8 @@ class Batch:
 
     tools: Share
     kinds: dict[str, Share]
+    hows: dict[str, Share]
+    """By way of asking; `required` puts a strict grammar over the drafts."""
     twins: Share
     needles: Share
     needles_by_length: dict[str, Share]
@@ -207,6 +209,7 @@ def ask(target: Target, server: Server, batch: int) -> Batch:
     return Batch(
         tools=calls.replies,
         kinds=calls.kinds,
+        hows=calls.hows,
         twins=calls.twins,
         needles=Share(sum(cell.found for cell in climbed.cells), len(climbed.cells)),
         needles_by_length={length: Share(sum(cells), len(cells)) for length, cells in by_length.items()},
