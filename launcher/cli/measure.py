@@ -26,8 +26,8 @@ _SEEDS = 1_000_000
 
 
 @dataclass(frozen=True)
-class _Service:
-    """A service to verify; `plan` is None for one that was not started here."""
+class Service:
+    """A service that is measured; `plan` is None for one that was not started here."""
 
     url: str
     model: str | None
@@ -89,7 +89,7 @@ def verify(
         _make(folder)
     if restart and (url or against):
         raise UsageError("--restart-without-speculation is for a profile's service, and instead of --against")
-    service = _named(url, model, api_key_file) if url else _started(name or profile)
+    service = service_named(url, model, api_key_file) if url else service_started(name or profile)
     live = Live(err if as_json else out)
     with Connection(service.url, api_key=service.api_key) as connection:
         target = target_of(connection, service.model)
@@ -103,7 +103,7 @@ def verify(
         raise CheckFailed(f"{report.url}: {', '.join(failed) or 'nothing could be checked'}")
 
 
-def _started(profile: str | None) -> _Service:
+def service_started(profile: str | None) -> Service:
     from launcher import service
     from launcher.cli.service import running_name
     from launcher.prepare import api_key
@@ -114,22 +114,22 @@ def _started(profile: str | None) -> _Service:
     if running is None:
         raise UsageError(f"{name}: not started; `make up PROFILE={name}` starts it, --url names another service")
     plan = running.plan
-    return _Service(running.base_url, plan.served_name, api_key(ServiceState.of(name).secrets_dir), plan)
+    return Service(running.base_url, plan.served_name, api_key(ServiceState.of(name).secrets_dir), plan)
 
 
-def _named(url: str, model: str | None, api_key_file: Path | None) -> _Service:
+def service_named(url: str, model: str | None, api_key_file: Path | None) -> Service:
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--url {url}: write http://HOST:PORT")
     if api_key_file is None:
-        return _Service(url, model, os.environ.get(API_KEY_VARIABLE), None)
+        return Service(url, model, os.environ.get(API_KEY_VARIABLE), None)
     try:
-        return _Service(url, model, api_key_file.read_text(encoding="utf-8").strip(), None)
+        return Service(url, model, api_key_file.read_text(encoding="utf-8").strip(), None)
     except OSError as error:
         raise UsageError(f"--api-key-file {api_key_file}: {error.strerror}") from error
 
 
 def _settings(
-    service: _Service,
+    service: Service,
     served: "ServedModel",
     quick: bool,
     context: int | None,
@@ -159,7 +159,7 @@ def _settings(
 
 
 def _reference(
-    service: _Service, model: str, against: str | None, restart: bool, live: "Live"
+    service: Service, model: str, against: str | None, restart: bool, live: "Live"
 ) -> "Callable[[], AbstractContextManager[Target]] | None":
     from launcher.ask import Connection
     from launcher.measure.target import target_of
@@ -183,7 +183,7 @@ def _reference(
     return in_its_place if restart else another if against else None
 
 
-def _no_tools(service: _Service) -> str | None:
+def _no_tools(service: Service) -> str | None:
     plan = service.plan
     if plan is None or plan.can_call_tools:
         return None
