@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from served import (
     Server,
     Setup,
     acceptance_length,
+    arguments_of,
     end_of_log,
     served,
 )
@@ -55,6 +56,8 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 DEPTHS = (0.1, 0.5, 0.9)
 KEPT_FAILURES = 4
 """Of each batch, with their raw text; all are counted."""
+KEPT_CHARS = 600
+"""Of a wrong reply's raw text."""
 EXPECTED_S = {"gpu": 75.0, "cpu": 240.0}
 RIGHT = 0.99
 """Share of right replies and found needles that a case must reach which is to be right."""
@@ -148,7 +151,12 @@ def execute(case: Case, bench: Bench, work: Path, serve: Serve) -> dict[str, Any
             target = target_of(connection, None)
             warm_up(target)
             batches = {str(batch): asdict(ask(target, server, batch)) for batch in BATCHES}
-            seen = {"boot_s": server.boot_s, "fixes": server.fixes(), **server.observed()}
+            seen = {
+                "boot_s": server.boot_s,
+                "arguments": arguments_of(case.setup, bench),
+                "fixes": server.fixes(),
+                **server.observed(),
+            }
     except Died as error:
         return {**asdict(case.setup), "error": str(error)}
     except measured.CheckFailed as error:
@@ -215,7 +223,10 @@ def ask(target: Target, server: Server, batch: int) -> Batch:
         needles_by_length={length: Share(sum(cells), len(cells)) for length, cells in by_length.items()},
         tokens_a_step=acceptance_length(before, server.metrics()),
         seconds=round(time.monotonic() - started, 1),
-        failures=(*calls.failures[:KEPT_FAILURES], *climbed.failures[:KEPT_FAILURES]),
+        failures=tuple(
+            replace(failed, raw=failed.raw[:KEPT_CHARS])
+            for failed in (*calls.failures[:KEPT_FAILURES], *climbed.failures[:KEPT_FAILURES])
+        ),
     )
 
 

@@ -27,7 +27,18 @@ from typing import Any
 import agents
 import measured
 from headline import EXPECTED_S, Serve
-from served import REFERENCE_MODEL, VLLM, Bench, Died, Server, Setup, acceptance_length, end_of_log, served
+from served import (
+    REFERENCE_MODEL,
+    VLLM,
+    Bench,
+    Died,
+    Server,
+    Setup,
+    acceptance_length,
+    arguments_of,
+    end_of_log,
+    served,
+)
 
 from launcher.ask import Answer, Connection
 from launcher.measure import judge, prefix
@@ -119,7 +130,12 @@ def execute(name: str, options: argparse.Namespace, bench: Bench, serve: Serve, 
     try:
         with serve(setup, bench, options.work / name) as server, Connection(server.url, timeout_s=120) as connection:
             target = target_of(connection, None)
-            entry |= {"boot_s": server.boot_s, "fixes": server.fixes(), **server.observed()}
+            entry |= {
+                "boot_s": server.boot_s,
+                "arguments": arguments_of(setup, bench),
+                "fixes": server.fixes(),
+                **server.observed(),
+            }
             if name == SOAK:
                 soak(target, server, options, entry, keep)
             else:

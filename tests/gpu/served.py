@@ -101,11 +101,10 @@ class Server:
         return {name: sorted(outcomes) for name, outcomes in sorted(found.items())}
 
     def observed(self) -> dict[str, Any]:
-        """Return what the log says of graphs, scheduling and the attention backends."""
+        """Return what the log says of graphs, attention backends and blocks."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         return {
-            "cudagraph_mode": _last(r"'cudagraph_mode': <CUDAGraphMode\.(\w+)", text),
-            "async_scheduling": "Asynchronous scheduling is enabled" in text,
+            "cudagraph_mode": _last(r"(?:'cudagraph_mode': <CUDAGraphMode\.|setting cudagraph_mode=)(\w+)", text),
             "attention_backends": sorted(
                 set(re.findall(r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention )?backend", text))
             ),
@@ -113,7 +112,7 @@ class Server:
         }
 
 
-def arguments(setup: Setup, bench: Bench) -> list[str]:
+def arguments_of(setup: Setup, bench: Bench) -> list[str]:
     """Return the arguments of `vllm serve` behind the model."""
     found = [
         *("--host", "127.0.0.1", "--port", str(bench.port), "--served-model-name", SERVED_NAME),
@@ -193,7 +192,7 @@ def served(setup: Setup, bench: Bench, work: Path) -> Iterator[Server]:
     (work / "facts.json").write_text(facts(setup, bench.model), encoding="utf-8")
     _write_plugins(work / "plugins")
     log = work / "log"
-    command = [*shlex.split(bench.vllm), "serve", str(bench.model), *arguments(setup, bench)]
+    command = [*shlex.split(bench.vllm), "serve", str(bench.model), *arguments_of(setup, bench)]
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(

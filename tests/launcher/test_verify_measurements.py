@@ -17,7 +17,7 @@ import agents
 import headline
 import prefix_probe
 import served as serving
-from served import Bench, Died, Server, Setup, arguments, environment, parsed_metrics
+from served import Bench, Died, Server, Setup, arguments_of, environment, parsed_metrics
 
 from launcher.measure.replies import Share
 from tests.launcher import headline_table
@@ -25,7 +25,7 @@ from tests.launcher.fake_model import Asked, Said, served
 
 Entry = dict[str, Any]
 Spoil = Callable[[Setup, Said, Asked], Said]
-FULL = {"cudagraph_mode": "FULL_DECODE_ONLY", "async_scheduling": True, "attention_backends": ["TURBOQUANT"]}
+FULL = {"cudagraph_mode": "FULL_DECODE_ONLY", "attention_backends": ["TURBOQUANT"]}
 
 
 class StandIn(Server):
@@ -234,7 +234,7 @@ def test_stock_servers_load_no_plugin_and_fixed_ones_require_the_fix(tmp_path: P
     assert older["VLLM_PLUGINS"] == "graft,older_card"
     assert older["GRAFT_REQUIRE"] == "tq-spec-decode"
     assert older["PYTHONPATH"].endswith("/mine")
-    plain = arguments(Setup(True, "auto", speculates=False, prefix_caching=True), Bench())
+    plain = arguments_of(Setup(True, "auto", speculates=False, prefix_caching=True), Bench())
     assert "--speculative-config" not in plain
     assert "--enable-prefix-caching" in plain
 
