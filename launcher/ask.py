@@ -79,20 +79,9 @@ class Connection:
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 120.0) -> None:
-        import httpx
-
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
-        # Proxies from the environment are for the internet, not for a server on this machine.
-        self._client = httpx.Client(
-            base_url=self.base_url,
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
-            limits=httpx.Limits(max_connections=None),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            trust_env=False,
-            # Certificates take 50 ms to load; without TLS none are looked at.
-            verify=not self.base_url.startswith("http:"),
-        )
+        self._client = _client(self.base_url, timeout_s, api_key)
 
     def __enter__(self) -> "Connection":
         return self
@@ -250,10 +239,25 @@ def is_healthy(base_url: str) -> bool:
     import httpx
 
     try:
-        with httpx.Client(base_url=base_url, timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+        with _client(base_url, HEALTH_TIMEOUT_S) as client:
             return client.get("/health").status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
+
+
+def _client(base_url: str, timeout_s: float, api_key: str | None = None) -> "httpx.Client":
+    import httpx
+
+    return httpx.Client(
+        base_url=base_url,
+        timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
+        limits=httpx.Limits(max_connections=None),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        # Proxies from the environment are for the internet, not for a server on this machine.
+        trust_env=False,
+        # Certificates take 50 ms to load; without TLS none are looked at.
+        verify=not base_url.startswith("http:"),
+    )
 
 
 def _request(model: str, question: str, max_tokens: int, thinking: bool) -> dict[str, Any]:

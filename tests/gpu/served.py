@@ -88,7 +88,7 @@ class Server:
         import httpx
 
         try:
-            return parsed_metrics(httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text)
+            return parsed_metrics(httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False, verify=False).text)
         except httpx.HTTPError as error:
             raise Died(f"{self.url}/metrics: {error}; {end_of_log(self.log)}") from error
 

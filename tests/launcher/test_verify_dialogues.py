@@ -17,7 +17,7 @@ from tests.launcher.fake_model import obedient
 WORD = re.compile(r"[a-z]{4,}", re.ASCII)
 
 
-def drawn(kind: Kind, count: int = 40, seed: int = 1) -> list[Task]:
+def drawn(kind: Kind, count: int = 20, seed: int = 1) -> list[Task]:
     rng = random.Random(seed)
     return [task for _ in range(count) for task in tasks(kind, rng)]
 
