@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None, serve: Serve = served) -> int:
     if options.list:
         print("\n".join(case.id for case in CASES))
         return 0
-    bench = Bench(options.model, options.engine, options.vllm, options.port, options.memory, options.dummy_weights)
+    bench = measured.bench(options)
     results = measured.read(options.results, SCHEMA)
     host = measured.host(bench.engine, bench.model)
     deadline = time.monotonic() + options.budget_s

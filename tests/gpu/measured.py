@@ -19,7 +19,7 @@ import served
 
 from launcher.errors import CheckFailed
 
-__all__ = ["CheckFailed", "add_bench", "host", "keep", "name_of", "read", "stop_cleanly"]
+__all__ = ["CheckFailed", "add_bench", "bench", "host", "keep", "name_of", "read", "stop_cleanly"]
 
 
 def add_bench(parser: argparse.ArgumentParser, model: Path, vllm: str) -> None:
@@ -30,6 +30,18 @@ def add_bench(parser: argparse.ArgumentParser, model: Path, vllm: str) -> None:
     parser.add_argument("--port", type=int, default=served.Bench.port, help="loopback port of the server")
     parser.add_argument("--memory", type=float, default=served.Bench.memory, help="share of the GPU's memory")
     parser.add_argument("--dummy-weights", action="store_true", help="random weights: to try the script out")
+
+
+def bench(options: argparse.Namespace) -> served.Bench:
+    """Return what the options of `add_bench` say."""
+    return served.Bench(
+        model=options.model,
+        engine=options.engine,
+        vllm=options.vllm,
+        port=options.port,
+        memory=options.memory,
+        dummy_weights=options.dummy_weights,
+    )
 
 
 def stop_cleanly() -> None:

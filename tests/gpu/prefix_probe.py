@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None, serve: Serve = served) -> int:
     if options.list:
         print("\n".join([*(case.id for case in CASES), SOAK]))
         return 0
-    bench = Bench(options.model, options.engine, options.vllm, options.port, options.memory, options.dummy_weights)
+    bench = measured.bench(options)
     results = measured.read(options.results, SCHEMA)
     host = measured.host(bench.engine, bench.model)
     deadline = time.monotonic() + options.budget_s
@@ -117,6 +117,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the names of all parts and stop")
     parser.add_argument("--soak-s", type=float, default=0, help="seconds of the soak; 0: none")
     parser.add_argument("--agents", type=int, default=TOGETHER, help="agents of the soak")
+    parser.add_argument(
+        "--soak-kv-mib", type=int, default=192, help="KV pool of the soak: small, so that cached blocks are taken again"
+    )
     parser.add_argument("--kv", default="turboquant_k8v4", help="KV cache; auto is bfloat16, without vllm_graft")
     measured.add_bench(parser, REFERENCE_MODEL, VLLM)
     return parser.parse_args(arguments)
@@ -128,6 +131,7 @@ def execute(name: str, options: argparse.Namespace, bench: Bench, serve: Serve, 
     setup = Setup(options.kv != "auto", options.kv, case.speculates, case.prefix_caching)
     entry: dict[str, Any] = asdict(setup)
     try:
+        bench = replace(bench, kv_mib=options.soak_kv_mib) if name == SOAK else bench
         with serve(setup, bench, options.work / name) as server, Connection(server.url, timeout_s=120) as connection:
             target = target_of(connection, None)
             entry |= {
@@ -235,6 +239,7 @@ def soak(target: Target, server: Server, options: argparse.Namespace, entry: Map
             "soak": load.soak.document(),
             "tokens_a_step": acceptance_length(before, after),
             "cached_share": cached_share(before, after),
+            "preemptions": after.get("vllm:num_preemptions_total", 0.0),
             **({"error": load.soak.ended} if load.soak.ended else {"done": True}),
         }
     )

@@ -66,6 +66,8 @@ class Bench:
     port: int = 8765
     memory: float = 0.2
     """--gpu-memory-utilization: a share of the card, beside whatever else runs on it."""
+    kv_mib: int = 4096
+    """KV pool: given, since memory profiling breaks where another engine starts on the same card."""
     dummy_weights: bool = False
     """Random weights: replies mean nothing, for trying out the script."""
 
@@ -131,6 +133,7 @@ def arguments_of(setup: Setup, bench: Bench) -> list[str]:
     return [
         *found,
         *("--dtype", "bfloat16", "--gpu-memory-utilization", str(bench.memory)),
+        *("--kv-cache-memory-bytes", str(bench.kv_mib * 2**20)),
         *("--kv-cache-dtype", setup.kv_cache_dtype, "--compilation-config", json.dumps(graphs)),
         *("--additional-config", json.dumps({"gdn_prefill_backend": "triton"}), "--async-scheduling"),
     ]
