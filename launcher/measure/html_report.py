@@ -31,7 +31,7 @@ class Chart:
 
     title: str
     lines: Mapping[str, Points]
-    y: Written = lambda value: f"{value:g}"
+    y: Written = lambda value: f"{value:,g}"
     """How a value is written."""
     x: Written = lambda value: f"{value:g}"
     about: str = ""

@@ -59,7 +59,7 @@ def soak_checks(record: Record, thresholds: Thresholds) -> tuple[Check, ...]:
         at_most("first token, p99", record.quantile("first_token", 0.99), thresholds.p99_first_token_s, "all requests"),
         at_most("between tokens, p99", record.quantile("gap", 0.99), thresholds.p99_gap_s, "two pieces of a reply"),
         throughput(tokens_a_second(record), thresholds.tokens_a_second, record.settings.concurrency),
-        gpu_memory(gpu_peak_bytes(record), _gpu_bound(record.settings.gpu_bound_bytes, thresholds)),
+        gpu_memory(gpu_peak_bytes(record), gpu_bound(record.settings.gpu_bound_bytes, thresholds)),
         _growth(record, thresholds.memory_growth_mib),
         _interruption(record),
         errors(record.errors.total(), record.errors.total() + record.replies, thresholds.error_rate),
@@ -114,7 +114,7 @@ def gpu_peak_bytes(record: Record) -> float | None:
     return max((value for name, value in record.peaks.items() if name.startswith("gpu ")), default=None)
 
 
-def _gpu_bound(planned: int | None, thresholds: Thresholds) -> float | None:
+def gpu_bound(planned: int | None, thresholds: Thresholds) -> float | None:
     return thresholds.gpu_gib * GIB if thresholds.gpu_gib is not None else planned
 
 

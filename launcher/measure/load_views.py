@@ -1,6 +1,6 @@
 """What load tests show people: rich renderables made from results. Prints nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from launcher.measure.compare import Ratio
 from launcher.measure.load_verdict import seconds, tokens_a_second
 from launcher.measure.soak_record import Record
 
@@ -37,3 +38,24 @@ def document_view(document: Mapping[str, Any]) -> Group:
         table.add_row(check["name"], _MARK[check["passed"]], escape(check["said"]))
     words = "[bold green]passed[/]" if document["passed"] else "[bold red]failed[/]"
     return Group(table, Text.from_markup(f"{document['kind']}: {words}"))
+
+
+def comparison_view(ratios: Sequence[Ratio], unlike: Sequence[str]) -> Group:
+    """Return two reports beside each other."""
+    table = Table(title="B as a ratio of A", title_justify="left")
+    table.add_column("figure")
+    for column in ("A", "B", "B / A"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    words = {True: "[green]better[/]", False: "[red]worse[/]", None: ""}
+    for one in ratios:
+        if one.first is None and one.second is None:
+            continue
+        ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
+        table.add_row(one.name, _number(one.first), _number(one.second), ratio, words[one.is_better])
+    warning = [Text("Not alike: " + "; ".join(unlike), style="yellow")] if unlike else []
+    return Group(table, *warning)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}"

@@ -14,6 +14,16 @@ from launcher.measure.verdict import passed
 
 SCHEMA = 1
 EVENTS_SHOWN = 100
+MARKED = ("restart", "outage", "resumed", "step")
+"""Kinds of events that the plots show."""
+TIMES = {
+    "first_token": "first token",
+    "first_token short": "first token, short requests",
+    "first_token medium": "first token, medium requests",
+    "first_token long": "first token, long requests",
+    "gap": "between two pieces of a reply",
+    "request": "whole request",
+}
 
 
 def as_json(record: Record, thresholds: Thresholds) -> dict[str, Any]:
@@ -93,48 +103,68 @@ def _facts(record: Record) -> dict[str, str]:
     }
 
 
+Value = Callable[[Bucket], float | None]
+
+
 def _charts(record: Record) -> list[Chart]:
-    line, width_s = record.timeline, record.timeline.width_s
-    marks = [Mark(event.at_s, event.said) for event in record.events if event.kind in ("restart", "outage", "resumed")]
+    ms = html_report.milliseconds
+    written = {"of ended replies": _rate(record, "reply_tokens"), "of the server": _rate(record, "generated_tokens")}
+    ended = {"replies": _rate(record, "replies"), "errors": _rate(record, "errors")}
+    return [
+        _chart(record, "Tokens a second", written),
+        _chart(record, "Requests a second", ended),
+        _chart(record, "First token", _percentiles("first_token"), y=ms),
+        _chart(record, "Between two pieces of a reply", _percentiles("gap"), y=ms),
+        *server_charts(record),
+    ]
 
-    def chart(title: str, values: dict[str, Callable[[Bucket], float | None]], **more: Any) -> Chart:
-        lines = {name: line.series(value) for name, value in values.items()}
-        return Chart(title, lines, x=html_report.clock, marks=marks, **more)
 
-    def rate(name: str) -> Callable[[Bucket], float | None]:
-        return lambda bucket: bucket.sums.get(name, 0.0) / width_s
+def server_charts(record: Record) -> list[Chart]:
+    """Return what the server and its GPUs said of themselves over time."""
+    percent, gib = html_report.percent, html_report.gib
+    used = {"largest": _largest("kv_usage"), "mean": _mean("kv_usage")}
+    accepted = {"of drafted tokens": _part("accepted_tokens", "drafted_tokens")}
+    found = {"found": _part("prefix_hits", "prefix_queries")}
+    gpus = {f"GPU {number}": _largest(name) for number, name in enumerate(_gpus(record))}
+    return [
+        _chart(record, "KV cache in use", used, y=percent, highest=1.0),
+        _chart(record, "Requests in the server", {"running": _mean("running"), "waiting": _mean("waiting")}),
+        _chart(record, "Accepted drafts", accepted, y=percent, highest=1.0),
+        _chart(record, "Prompt tokens found in the prefix cache", found, y=percent, highest=1.0),
+        _chart(record, "GPU memory", gpus, y=gib),
+        _chart(record, "Memory of the API server", {"resident": _mean("resident_bytes")}, y=gib),
+    ]
 
-    def spread(name: str, share: float) -> Callable[[Bucket], float | None]:
+
+def _chart(record: Record, title: str, values: dict[str, Value], **more: Any) -> Chart:
+    lines = {name: record.timeline.series(value) for name, value in values.items()}
+    marks = [Mark(event.at_s, event.said) for event in record.events if event.kind in MARKED]
+    return Chart(title, lines, x=html_report.clock, marks=marks, **more)
+
+
+def _rate(record: Record, name: str) -> Value:
+    """A second, in each bucket; nothing where it was never counted."""
+    width_s, is_counted = record.timeline.width_s, any(name in bucket.sums for bucket in record.timeline.buckets)
+    return lambda bucket: bucket.sums.get(name, 0.0) / width_s if is_counted else None
+
+
+def _percentiles(name: str) -> dict[str, Value]:
+    def quantile(share: float) -> Value:
         return lambda bucket: bucket.spreads[name].quantile(share) if name in bucket.spreads else None
 
-    def share(part: str, whole: str) -> Callable[[Bucket], float | None]:
-        return lambda bucket: _share(bucket.sums.get(part, 0.0), bucket.sums.get(whole, 0.0))
+    return {"median": quantile(0.5), "95 %": quantile(0.95)}
 
-    def mean(name: str) -> Callable[[Bucket], float | None]:
-        return lambda bucket: bucket.mean(name)
 
-    def largest(name: str) -> Callable[[Bucket], float | None]:
-        return lambda bucket: bucket.largest(name)
+def _part(part: str, whole: str) -> Value:
+    return lambda bucket: _share(bucket.sums.get(part, 0.0), bucket.sums.get(whole, 0.0))
 
-    def percentiles(name: str) -> dict[str, Callable[[Bucket], float | None]]:
-        return {"median": spread(name, 0.5), "95 %": spread(name, 0.95)}
 
-    ms, percent, gib = html_report.milliseconds, html_report.percent, html_report.gib
-    gpus = {f"GPU {number}": largest(name) for number, name in enumerate(_gpus(record))}
-    found = {"found": share("prefix_hits", "prefix_queries")}
-    accepted = {"of drafted tokens": share("accepted_tokens", "drafted_tokens")}
-    return [
-        chart("Tokens a second", {"of ended replies": rate("reply_tokens"), "of the server": rate("generated_tokens")}),
-        chart("Requests a second", {"replies": rate("replies"), "errors": rate("errors")}),
-        chart("First token", percentiles("first_token"), y=ms),
-        chart("Between two pieces of a reply", percentiles("gap"), y=ms),
-        chart("KV cache in use", {"largest": largest("kv_usage"), "mean": mean("kv_usage")}, y=percent, highest=1.0),
-        chart("Requests in the server", {"running": mean("running"), "waiting": mean("waiting")}),
-        chart("Accepted drafts", accepted, y=percent, highest=1.0),
-        chart("Prompt tokens found in the prefix cache", found, y=percent, highest=1.0),
-        chart("GPU memory", gpus, y=gib),
-        chart("Memory of the API server", {"resident": mean("resident_bytes")}, y=gib),
-    ]
+def _mean(name: str) -> Value:
+    return lambda bucket: bucket.mean(name)
+
+
+def _largest(name: str) -> Value:
+    return lambda bucket: bucket.largest(name)
 
 
 def _gpus(record: Record) -> list[str]:
@@ -143,13 +173,9 @@ def _gpus(record: Record) -> list[str]:
 
 def _tables(record: Record) -> list[Table]:
     times = [
-        [
-            name,
-            f"{spread.count:,}",
-            *(_time(spread.quantile(share)) for share in (0.5, 0.95, 0.99)),
-            _time(spread.largest),
-        ]
-        for name, spread in sorted(record.spreads.items())
+        [shown, f"{found.count:,}", *(_time(found.quantile(at)) for at in (0.5, 0.95, 0.99)), _time(found.largest)]
+        for name, shown in TIMES.items()
+        if (found := record.spreads.get(name)) is not None
     ]
     asked = sum(record.asked[size] for size in SIZES) or 1
     sizes = [
