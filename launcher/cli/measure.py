@@ -55,6 +55,9 @@ def verify(
         str | None,
         typer.Option("--against", metavar="URL", help="The same model without speculation: replies must be equal."),
     ] = None,
+    against_key_file: Annotated[
+        Path | None, typer.Option("--against-api-key-file", help="API key of the service named with --against.")
+    ] = None,
     restart: Annotated[
         bool,
         typer.Option(
@@ -94,7 +97,8 @@ def verify(
     with Connection(service.url, api_key=service.api_key) as connection:
         target = target_of(connection, service.model)
         settings = _settings(service, target.served, quick, context, replies, concurrency, seed)
-        reference = _reference(service, target.served.name, against, restart, live)
+        other = service_named(against, target.served.name, against_key_file) if against else None
+        reference = _reference(service, other, target.served.name, restart, live)
         with live:
             report = measure(target, settings, live, no_tools=_no_tools(service), reference=reference)
     _show(report, folder, as_json)
@@ -104,6 +108,11 @@ def verify(
 
 
 def service_started(profile: str | None) -> Service:
+    """Return the service of a profile, or the one that runs.
+
+    Raises:
+        UsageError: it is not started.
+    """
     from launcher import service
     from launcher.cli.service import running_name
     from launcher.prepare import api_key
@@ -118,14 +127,19 @@ def service_started(profile: str | None) -> Service:
 
 
 def service_named(url: str, model: str | None, api_key_file: Path | None) -> Service:
+    """Return a service that is named by its URL; its key comes from a file or from the environment.
+
+    Raises:
+        UsageError: no URL, or no such file.
+    """
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"--url {url}: write http://HOST:PORT")
+        raise UsageError(f"{url}: is no URL; write http://HOST:PORT")
     if api_key_file is None:
         return Service(url, model, os.environ.get(API_KEY_VARIABLE), None)
     try:
         return Service(url, model, api_key_file.read_text(encoding="utf-8").strip(), None)
     except OSError as error:
-        raise UsageError(f"--api-key-file {api_key_file}: {error.strerror}") from error
+        raise UsageError(f"{api_key_file}: {error.strerror}; name the file that holds the API key") from error
 
 
 def _settings(
@@ -159,14 +173,15 @@ def _settings(
 
 
 def _reference(
-    service: Service, model: str, against: str | None, restart: bool, live: "Live"
+    service: Service, other: Service | None, model: str, restart: bool, live: "Live"
 ) -> "Callable[[], AbstractContextManager[Target]] | None":
     from launcher.ask import Connection
     from launcher.measure.target import target_of
 
     @contextmanager
     def another() -> "Iterator[Target]":
-        with Connection(str(against), api_key=service.api_key) as connection:
+        assert other is not None
+        with Connection(other.url, api_key=other.api_key) as connection:
             yield target_of(connection, model)
 
     @contextmanager
@@ -180,7 +195,7 @@ def _reference(
         ):
             yield target_of(connection, model)
 
-    return in_its_place if restart else another if against else None
+    return in_its_place if restart else another if other else None
 
 
 def _no_tools(service: Service) -> str | None:

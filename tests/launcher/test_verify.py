@@ -309,6 +309,16 @@ def test_an_api_key_is_read_from_a_file_or_from_the_environment(
         assert graft("--url", url, "--quick").exit_code == 0
 
 
+def test_a_reference_is_asked_with_a_key_of_its_own(graft: Graft, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("other", encoding="utf-8")
+    with served() as url, served(api_key="other") as reference:
+        ended = graft("--url", url, "--quick", "--against", reference, "--against-api-key-file", file)
+        assert graft("--url", url, "--quick", "--against", reference).exit_code == 1
+    assert ended.exit_code == 0
+    assert "of 4 replies 4 equal the reference's" in ended.out
+
+
 def test_wrong_options_are_told(graft: Graft, tmp_path: Path) -> None:
     with served(max_model_len=4096) as url, served(max_model_len=None) as silent:
         cases: list[tuple[tuple[str | Path, ...], str]] = [
@@ -318,6 +328,8 @@ def test_wrong_options_are_told(graft: Graft, tmp_path: Path) -> None:
             (("--url", silent), "name it with --context"),
             (("--url", url, "--api-key-file", tmp_path / "none"), "No such file"),
             (("--model", "other"), "go with --url"),
+            (("--url", url, "--restart-without-speculation"), "is for a profile's service"),
+            (("--url", url, "--against", "there"), "there: is no URL"),
             (("no-such-profile",), "not started; `make up PROFILE=no-such-profile` starts it"),
             ((), "nothing runs"),
         ]
