@@ -47,9 +47,9 @@ def suite(
 
 
 def report(found: list[Reply]) -> ToolReport:
-    """Count the replies; those to one task, whole and streamed, are twins."""
+    """Count the replies; those to one task, whole and streamed, are twins where both are there."""
     whole = {id(one.task): one for one in found if one.how == "whole"}
-    pairs = [(whole[id(one.task)], one) for one in found if one.how == "streamed"]
+    pairs = [(whole[id(one.task)], one) for one in found if one.how == "streamed" and id(one.task) in whole]
     unlike = [failed for pair in pairs if (failed := _unlike(*pair)) is not None]
     return ToolReport(
         replies=_share(found),
