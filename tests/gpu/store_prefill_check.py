@@ -3,7 +3,7 @@
 
     python3 tests/gpu/store_prefill_check.py --results tests/gpu/results/store_prefill_check.json
 
-Slots must equal those of `store_reference.py` but for codes at a bound between two centroids or steps; e4m3 bytes made
+Slots must equal those of `store_reference.py` but for codes of keys at a bound between two centroids; e4m3 bytes made
 by the card and by integer operations, the way of cards below compute capability 8.9, must be equal for every bfloat16
 and every float16 number.  The attention of a chunk to its prefix is compared with dense FP32 attention; plain torch
 stands in for flash attention.  The exit status is 0 when all holds.
@@ -32,7 +32,7 @@ from vllm_graft.attention.kernels.layout import PRESETS, SlotLayout, slot_layout
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 24, 4, 256, 64
-AT_A_BOUND = 1e-3  # the share of bytes that may differ where rounding decides between two codes
+AT_A_BOUND = 1e-3  # the share of bytes that may differ where rounding decides between two centroids
 SCALES = (0.5, 1.0, 2.0, 4.0)
 
 
@@ -50,15 +50,19 @@ def filled(layout: SlotLayout, tokens: int, heads: int, block_size: int) -> torc
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 20) -> float:
-    """The median time of one call, with an L2 cache that holds other data."""
+    """The median time of one call, replayed from a CUDA graph, with an L2 cache that holds other data."""
     work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
     other = torch.empty(2**27, dtype=torch.uint8, device=DEVICE)
     times = []
     for _ in range(repeats):
         other.zero_()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        work()
+        graph.replay()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))

@@ -21,6 +21,7 @@ from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_man
 from vllm_graft.attention.card import card
 from vllm_graft.attention.kernels import decode, prefill
 from vllm_graft.attention.kernels import store as storing
+from vllm_graft.attention.kernels.codebook import prepare_codebook
 from vllm_graft.attention.kernels.launch import Launch, decode_launch
 from vllm_graft.attention.kernels.layout import slot_layout
 from vllm_graft.attention.metadata import RequestsMetadata, SpanMetadata, SpecDecodeMetadataBuilder
@@ -42,13 +43,11 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._card = card(self._device)
         self._layout = slot_layout(self.kv_cache_dtype, self.head_size)
-        self._prefill_shape = prefill.Shape(
-            self.num_heads, self.num_kv_heads, self.head_size, rotated=not self._layout.key_is_fp8
-        )
+        self._prefill_shape = prefill.shape_of(self._layout, self.num_heads, self.num_kv_heads, self._dtype)
         self._codebook = (
             None
             if self._layout.key_is_fp8
-            else decode.fit_codebook(stock.get_centroids(self.head_size, self._layout.preset.key_bits))
+            else prepare_codebook(stock.get_centroids(self.head_size, self._layout.preset.key_bits))
         )
         self._starts: dict[str, tuple[torch.Tensor, int]] = {}
         self.reserve_workspace()

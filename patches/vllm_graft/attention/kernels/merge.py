@@ -37,15 +37,16 @@ def _merge(
     top = tl.where(top == float("-inf"), 0.0, top)  # neither side has a key: both weights are 0, not NaN
     a, b = tl.exp(a - top), tl.exp(b - top)
     total = a + b
-    tl.store(out_lse + head * stride_out_lse + token, top + tl.log(total), mask=present)
     share = tl.where(total > 0.0, 1.0 / total, 0.0)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = present[:, None] & (column < D)
-    token = token.to(tl.int64)[:, None]
-    x = tl.load(left + token * stride_left + head * D + column, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(right + token * stride_right + head * D + column, mask=inside, other=0.0).to(tl.float32)
+    row = token.to(tl.int64)[:, None]
+    x = tl.load(left + row * stride_left + head * D + column, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(right + row * stride_right + head * D + column, mask=inside, other=0.0).to(tl.float32)
     merged = x * (a * share)[:, None] + y * (b * share)[:, None]
-    tl.store(out + token * stride_out + head * D + column, merged.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # outputs may be inputs, of which several warps hold a copy: all have read before one writes
+    tl.store(out_lse + head * stride_out_lse + token, top + tl.log(total), mask=present)
+    tl.store(out + row * stride_out + head * D + column, merged.to(out.dtype.element_ty), mask=inside)
 
 
 def merge(

@@ -2,7 +2,8 @@
 
 The prefix is dequantized tile by tile into one small buffer and attended to without a mask; the chunk's own keys and
 values are attended to as they are, causally; the parts are merged by their log-sum-exp in FP32.  A long chunk is cut
-into blocks of queries, since partial outputs need memory too.  The attention itself is a parameter: flash attention.
+into blocks of queries, since partial outputs need memory too.  Tiles are FP16 whatever the model's dtype is: values and
+outputs over a tile then lose less than one bfloat16 does.  The attention itself is a parameter: flash attention.
 """
 
 from __future__ import annotations
@@ -44,22 +45,27 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """What sizes the workspace: the heads of one rank, bytes of an element of model and tile, keys rotated or not."""
+    """What sizes the workspace: the heads of one rank, and whether tiles need another query than the model's."""
 
     heads: int
     kv_heads: int
     head_size: int
-    rotated: bool
+    query_is_copied: bool
 
     @property
     def query_bytes(self) -> int:
-        """Bytes for one query: the output over one tile, the FP32 output so far, both log-sum-exps, its rotation."""
-        return self.heads * (self.head_size * (2 + 4 + (2 if self.rotated else 0)) + 4)
+        """Bytes for one query: the output over one tile, the FP32 output so far, the log-sum-exp, its copy."""
+        return self.heads * (self.head_size * (2 + 4 + (2 if self.query_is_copied else 0)) + 4)
 
     @property
     def token_bytes(self) -> int:
         """Bytes for one cached token in the tile: key and value of two bytes an element."""
         return 2 * 2 * self.kv_heads * self.head_size
+
+
+def shape_of(layout: SlotLayout, heads: int, kv_heads: int, dtype: torch.dtype) -> Shape:
+    """The shape of a layer; tiles need a query in FP16, rotated as their keys are."""
+    return Shape(heads, kv_heads, layout.head_size, not layout.key_is_fp8 or dtype != torch.float16)
 
 
 @dataclass(frozen=True)
@@ -125,23 +131,24 @@ def attend_to_prefix(
     `dequantize`.  `workspace` is uint8 of WORKSPACE_BYTES; `slots` is how many programs of `attention` run at a time.
     """
     tokens, heads, head_size = query.shape
-    shape = Shape(heads, key.shape[1], head_size, rotated=not layout.key_is_fp8)
+    shape = shape_of(layout, heads, key.shape[1], query.dtype)
     cut = tiling(shape, tokens, cached, slots)
     room = _Carver(workspace)
-    tile_shape = (cut.tokens, shape.kv_heads, head_size)
-    tile_dtype = torch.float16 if shape.rotated else query.dtype
-    tile_key, tile_value = room.take(tile_shape, tile_dtype), room.take(tile_shape, tile_dtype)
-    block_shape = (cut.queries, heads, head_size)
-    partial, total = room.take(block_shape, tile_dtype), room.take(block_shape, torch.float32)
-    rotated = room.take(block_shape, tile_dtype) if shape.rotated else query
-    tile_scale = scale * head_size**-0.5 / step(head_size) if shape.rotated else scale
+    tile_shape, block_shape = (cut.tokens, shape.kv_heads, head_size), (cut.queries, heads, head_size)
+    tile_key, tile_value = room.take(tile_shape, torch.float16), room.take(tile_shape, torch.float16)
+    partial, total = room.take(block_shape, torch.float16), room.take(block_shape, torch.float32)
+    copied = room.take(block_shape, torch.float16) if shape.query_is_copied else query
+    tile_scale = scale if layout.key_is_fp8 else scale * head_size**-0.5 / step(head_size)
     for start, stop in _pieces(tokens, cut.queries):
         block = query[start:stop]
         here = out[start:stop]
         so_far, lse = attention(block, key[:stop], value[:stop], causal=True, scale=scale, out=here)
-        if shape.rotated:
-            block = rotated[: stop - start]
-            rotate(query[start:stop], block)
+        if shape.query_is_copied:
+            block = copied[: stop - start]
+            if layout.key_is_fp8:
+                block.copy_(query[start:stop])
+            else:
+                rotate(query[start:stop], block)
         for first, last in _pieces(cached, cut.tokens):
             keys, values = tile_key[: last - first], tile_value[: last - first]
             dequantize(cache, block_table, centroids, first, keys, values, layout)

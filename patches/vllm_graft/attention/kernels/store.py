@@ -77,7 +77,7 @@ def _store(
     if KEY_BITS == 8:
         tl.store(cache + at[:, None] + column, to_e4m3(x, HARDWARE_FP8), mask=inside)
     else:
-        norm = tl.sqrt(tl.sum(x * x, axis=1))
+        norm = tl.sqrt_rn(tl.sum(x * x, axis=1))
         y = hadamard(x, ROWS, D) * ((D**-0.5) / (norm + 1e-8))[:, None]
         codes = tl.zeros([ROWS, BLOCK_D], dtype=tl.int32)
         for i in tl.static_range(2**KEY_BITS - 1):
@@ -90,9 +90,10 @@ def _store(
     LEVELS: tl.constexpr = 2**VALUE_BITS - 1
     zero = tl.min(tl.where(column < D, v, float("inf")), axis=1)
     span = tl.max(tl.where(column < D, v, float("-inf")), axis=1) - zero
-    scale = span / LEVELS
+    scale = tl.div_rn(span, LEVELS * 1.0)
     scale = tl.where(scale > 1e-8, scale, 1e-8)
-    codes = ((v - zero[:, None]) / scale[:, None] + 0.5).to(tl.int32)
+    # exact quotients: values of few bits often lie halfway between two codes, where an approximation picks the other
+    codes = (tl.div_rn(v - zero[:, None], tl.broadcast_to(scale[:, None], [ROWS, BLOCK_D])) + 0.5).to(tl.int32)
     codes = tl.minimum(tl.maximum(codes, 0), LEVELS)
     _pack(codes, cache, at + VALUE_AT, stored[:, None], D, BLOCK_D, ROWS, VALUE_BITS)
     _store_half(scale, cache, at + SCALE_AT, stored)
