@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
 
 import torch
 from vllm_graft.attention.kernels import decode, store_reference
+from vllm_graft.attention.kernels.codebook import prepare_codebook
 from vllm_graft.attention.kernels.launch import Launch
 from vllm_graft.attention.kernels.layout import SlotLayout, slot_layout
 
@@ -58,36 +59,50 @@ class Case:
             f"{self.preset.removeprefix('turboquant_')} D{self.head_size} {self.group}x{self.kv_heads} q{self.queries}"
         )
         how = f"n{at.block_tokens} w{at.num_warps} s{at.num_stages}"
-        return f"{kind} {how} {'hw' if at.hardware_fp8 else 'sw'}{' fetch' if at.fetch_ahead else ''} p{self.page}"
+        how += f" {'hw' if at.hardware_fp8 else 'sw'}{f' {at.fetch}' if at.fetch else ''}"
+        limit = f" r{at.max_registers}" if at.max_registers else ""
+        return f"{kind} {how}{limit} p{self.page}"
 
 
-def launch(tokens: int, warps: int, stages: int, hardware_fp8: bool = False, fetch: bool = False) -> Launch:
-    return Launch(tokens, warps, stages, 2, 2, hardware_fp8, fetch, "measured")
+def launch(
+    tokens: int, warps: int, stages: int, *, fp8: bool = False, fetch: str | None = None, registers: int | None = None
+) -> Launch:
+    return Launch(tokens, warps, stages, 2, 1, fp8, fetch, registers, "measured")
 
 
 VARIANTS = {
     ("turboquant_k8v4", 1): [
-        *(launch(*at, hardware_fp8=True) for at in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 8, 2))),
-        *(launch(*at, hardware_fp8=True) for at in ((32, 4, 3), (32, 4, 4), (32, 2, 3), (32, 2, 4), (16, 2, 4))),
-        *(launch(*at, hardware_fp8=False) for at in ((64, 4, 3), (32, 2, 3), (32, 4, 4))),
+        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 3), (32, 2, 3), (32, 4, 3))),
+        *(launch(*at, fp8=True, registers=168) for at in ((64, 4, 2), (64, 4, 3))),
+        launch(64, 4, 2, fp8=True, registers=128),
+        launch(64, 4, 2),
     ],
     ("turboquant_k8v4", 4): [
-        *(launch(*at, hardware_fp8=True) for at in ((64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3))),
-        *(launch(*at, hardware_fp8=True) for at in ((32, 4, 3), (32, 4, 4), (32, 8, 4))),
-        launch(64, 4, 3, hardware_fp8=False),
+        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 3), (64, 8, 2))),
+        launch(64, 4, 2, fp8=True, registers=168),
+        launch(64, 4, 2),
     ],
     ("turboquant_4bit_nc", 1): [
-        *(launch(*at, 1, fetch=True) for at in ((64, 4), (64, 8), (32, 4), (32, 2), (16, 2), (16, 1), (128, 8))),
-        *(launch(*at, 1, fetch=False) for at in ((64, 4), (32, 4), (32, 2))),
+        *(launch(*at, 1, fetch=level) for at in ((64, 4), (32, 2), (16, 2)) for level in (None, "L1", "L2")),
+        *(launch(64, 4, 1, fetch=level, registers=168) for level in ("L1", "L2")),
+        *(launch(64, 8, 1, fetch=level, registers=128) for level in ("L1", "L2")),
+        launch(32, 4, 1, fetch="L2", registers=168),
+        launch(32, 4, 1, fetch="L2", registers=128),
     ],
     ("turboquant_4bit_nc", 4): [
-        *(launch(*at, 1, fetch=True) for at in ((64, 4), (64, 8), (32, 4), (32, 8), (16, 2))),
-        launch(32, 4, 1, fetch=False),
+        *(launch(*at, 1, fetch=level) for at in ((64, 4), (64, 8), (32, 4)) for level in ("L1", "L2")),
+        launch(128, 8, 1, fetch="L2"),
     ],
-    ("turboquant_k3v4_nc", 1): [launch(*at, 1, fetch=True) for at in ((64, 4), (32, 4), (32, 2))],
-    ("turboquant_k3v4_nc", 4): [launch(*at, 1, fetch=True) for at in ((64, 8), (32, 4))],
-    ("turboquant_3bit_nc", 1): [launch(*at, 1, fetch=True) for at in ((64, 4), (32, 4), (32, 2))],
-    ("turboquant_3bit_nc", 4): [launch(*at, 1, fetch=True) for at in ((64, 8), (32, 4))],
+    ("turboquant_k3v4_nc", 1): [
+        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 2))),
+        launch(64, 4, 1, fetch="L2", registers=168),
+    ],
+    ("turboquant_k3v4_nc", 4): [launch(*at, 1, fetch="L2") for at in ((64, 8), (64, 4), (32, 4))],
+    ("turboquant_3bit_nc", 1): [
+        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (32, 2))),
+        launch(64, 4, 1, fetch="L2", registers=168),
+    ],
+    ("turboquant_3bit_nc", 4): [launch(*at, 1, fetch="L2") for at in ((64, 8), (64, 4), (32, 4))],
 }
 
 
@@ -108,7 +123,7 @@ def checked_cases() -> list[Case]:
         shapes = [(256, 16, 1, 8, 16), (128, 8, 2, 1, 128), (128, 4, 2, 8, 32), (64, 1, 3, 1, 16), (64, 7, 2, 2, 64)]
         for head_size, group, kv_heads, queries, page in [*shapes, *([(96, 3, 2, 4, 32)] if fp8 else [])]:
             warps = 8 if group * queries > 64 else 4
-            at = launch(min(32, page), warps, 2, hardware_fp8=fp8, fetch=not fp8)
+            at = launch(32, warps, 2, fp8=fp8, fetch=None if fp8 else "L2")
             cases.append(Case(preset, head_size, group, kv_heads, queries, page, "float16", at))
     return cases
 
@@ -189,7 +204,7 @@ def check(case: Case) -> dict[str, Any]:
         max_query_len=case.queries,
         layout=layout,
         scale=case.head_size**-0.5,
-        codebook=None if layout.key_is_fp8 else decode.fit_codebook(table),
+        codebook=None if layout.key_is_fp8 else prepare_codebook(table),
         workspace=scratch(case, 7, len(lengths)),
         out=out,
         launch=case.launch,
@@ -229,7 +244,7 @@ class Bench:
         self.layout = slot_layout(preset, 256)
         self.pages = max(requests * length for requests, length in SHAPES) // PAGE
         self.cache = plausible_cache(self.layout, self.pages)
-        self.table = None if self.layout.key_is_fp8 else decode.fit_codebook(centroids(self.layout))
+        self.table = None if self.layout.key_is_fp8 else prepare_codebook(centroids(self.layout))
         self.other = torch.empty(3 * 2**26, dtype=torch.uint8, device=DEVICE)
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
 
@@ -314,16 +329,16 @@ def measure(report: dict[str, Any], write: Any, left: Any) -> None:
                 for per_sm in PROGRAMS_PER_SM:
                     if left() < 5:
                         return
-                    times = {shape_name(at): bench.microseconds(case, at, per_sm, 2) for at in SCREENED}
+                    times = {shape_name(at): bench.microseconds(case, at, per_sm, 1) for at in SCREENED}
                     report["screened"].append({"case": case.name, "programs_per_sm": per_sm, "us": times})
                     ranked.append((math.prod(times.values()), case, per_sm))
             write()
             ranked.sort(key=lambda entry: entry[0])
             for _, case, per_sm in ranked[:3]:
-                for min_tiles in (1, 2, 4):
+                for min_tiles in (1, 2):
                     if left() < 5:
                         return
-                    shapes = SHAPES if min_tiles == 2 else SHAPES[:3]
+                    shapes = SHAPES if min_tiles == 1 else SHAPES[:3]
                     times = {shape_name(at): bench.microseconds(case, at, per_sm, min_tiles, 21) for at in shapes}
                     how = {"programs_per_sm": per_sm, "min_tiles": min_tiles}
                     report["timed"].append({"case": case.name, **how, "us": times})

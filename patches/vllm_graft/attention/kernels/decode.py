@@ -7,7 +7,7 @@ serves any other, and an empty request costs nothing.
 
 Dequantization is folded into the two products:
 - an e4m3 byte becomes fp16 by a shift (`layout.E4M3_IN_FP16`), which every architecture can do;
-- an MSE key's codes become fp16 centroids by a polynomial, and its norm and their length scale the score afterwards;
+- an MSE key's codes become fp16 centroids by byte permutations, and its norm and their length scale the score later;
 - a value's codes enter the product as the integers they are, with scale folded into the weights and zero into a sum.
 """
 
@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.attention.kernels.codebook import Codebook
 from vllm_graft.attention.kernels.launch import Launch
 from vllm_graft.attention.kernels.layout import E4M3_IN_FP16, SlotLayout
 
@@ -68,26 +69,130 @@ def _rotate(q, M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _codes4(words, ASSEMBLY: tl.constexpr):
+    """The four 4-bit codes of each 16-bit word as exact fp16, one tensor for each.
+
+    Two codes at a time, which Triton does not find: the bits 0x6400 | code are 1024 + code, 0x5400 | 16 code 64 + code.
+    """
+    if ASSEMBLY:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u, p, q;
+            mov.b32 p, 0x64006400; mov.b32 q, 0x54005400;
+            shr.u32 u, $4, 8;
+            lop3.b32 t, $4, 0x000F000F, p, 0xEA; sub.f16x2 $0, t, p;
+            lop3.b32 t, $4, 0x00F000F0, q, 0xEA; sub.f16x2 $1, t, q;
+            lop3.b32 t, u, 0x000F000F, p, 0xEA; sub.f16x2 $2, t, p;
+            lop3.b32 t, u, 0x00F000F0, q, 0xEA; sub.f16x2 $3, t, q;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        c0 = _code(words, 0, 4)
+        c1 = _code(words, 1, 4)
+        c2 = _code(words, 2, 4)
+        c3 = _code(words, 3, 4)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _codes3(words, ASSEMBLY: tl.constexpr):
+    """The eight 3-bit codes of each word's low 24 bits as exact fp16, one tensor for each."""
+    if ASSEMBLY:
+        c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u, v, a, b, p, q, r;
+            mov.b32 p, 0x64006400; mov.b32 q, 0x58005800; mov.b32 r, 0x4C004C00;
+            prmt.b32 a, $8, $9, 0x5410;
+            shr.u32 u, $8, 15; shr.u32 v, $9, 15; prmt.b32 b, u, v, 0x5410;
+            shr.u32 u, a, 9;
+            lop3.b32 t, a, 0x00070007, p, 0xEA; sub.f16x2 $0, t, p;
+            lop3.b32 t, a, 0x00380038, q, 0xEA; sub.f16x2 $1, t, q;
+            lop3.b32 t, a, 0x01C001C0, r, 0xEA; sub.f16x2 $2, t, r;
+            lop3.b32 t, u, 0x00070007, p, 0xEA; sub.f16x2 $3, t, p;
+            lop3.b32 t, u, 0x00380038, q, 0xEA; sub.f16x2 $4, t, q;
+            lop3.b32 t, b, 0x00070007, p, 0xEA; sub.f16x2 $5, t, p;
+            lop3.b32 t, b, 0x00380038, q, 0xEA; sub.f16x2 $6, t, q;
+            lop3.b32 t, b, 0x01C001C0, r, 0xEA; sub.f16x2 $7, t, r;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        c0 = _code(words, 0, 3)
+        c1 = _code(words, 1, 3)
+        c2 = _code(words, 2, 3)
+        c3 = _code(words, 3, 3)
+        c4 = _code(words, 4, 3)
+        c5 = _code(words, 5, 3)
+        c6 = _code(words, 6, 3)
+        c7 = _code(words, 7, 3)
+    return c0, c1, c2, c3, c4, c5, c6, c7
+
+
+@triton.jit
 def _code(words, plane: tl.constexpr, BITS: tl.constexpr):
-    """Codes 0..2**BITS-1 of one plane of packed words, as exact fp16: the bits 0x6400 | code are 1024 + code."""
-    code = (words >> (plane * BITS)) & ((1 << BITS) - 1)
-    return (code.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+    return ((words >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float16)
+
+
+@triton.jit
+def _centroids4(words, CODEBOOK: tl.constexpr, LOOKUP: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """fp16 centroids of the four 4-bit codes of each 16-bit word, one tensor for each."""
+    if ASSEMBLY:
+        c0, c1, c2, c3 = tl.inline_asm_elementwise(
+            LOOKUP,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        c0 = _centroid(words, 0, 4, CODEBOOK)
+        c1 = _centroid(words, 1, 4, CODEBOOK)
+        c2 = _centroid(words, 2, 4, CODEBOOK)
+        c3 = _centroid(words, 3, 4, CODEBOOK)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _centroids3(words, CODEBOOK: tl.constexpr, LOOKUP: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """fp16 centroids of the eight 3-bit codes of each word's low 24 bits, one tensor for each."""
+    if ASSEMBLY:
+        c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
+            LOOKUP,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        c0 = _centroid(words, 0, 3, CODEBOOK)
+        c1 = _centroid(words, 1, 3, CODEBOOK)
+        c2 = _centroid(words, 2, 3, CODEBOOK)
+        c3 = _centroid(words, 3, 3, CODEBOOK)
+        c4 = _centroid(words, 4, 3, CODEBOOK)
+        c5 = _centroid(words, 5, 3, CODEBOOK)
+        c6 = _centroid(words, 6, 3, CODEBOOK)
+        c7 = _centroid(words, 7, 3, CODEBOOK)
+    return c0, c1, c2, c3, c4, c5, c6, c7
 
 
 @triton.jit
 def _centroid(words, plane: tl.constexpr, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
-    """fp16 centroids of one plane of packed codes: an odd polynomial in x = (2 code + 1) / 2**BITS - 1."""
-    double = (words << 1 if plane == 0 else words >> (plane * BITS - 1)) & ((1 << BITS) - 1) * 2
-    one_more: tl.constexpr = 0x5401 if BITS == 4 else 0x5801  # 64 + 1/16, 128 + 1/8, whose last bits count 1/16, 1/8
-    x = (double.to(tl.uint16) | one_more).to(tl.float16, bitcast=True) - (65.0 if BITS == 4 else 129.0)
-    square = x * x
-    # Constants, since only what depends on loads and constants is computed in the layout of the product's operand.
-    if BITS == 4:
-        value = square * CODEBOOK[3] + CODEBOOK[2]
-        value = value * square + CODEBOOK[1]
-    else:
-        value = square * CODEBOOK[2] + CODEBOOK[1]
-    return (value * square + CODEBOOK[0]) * x
+    code = (words >> (plane * BITS)) & ((1 << BITS) - 1)
+    value = tl.full(code.shape, CODEBOOK[0], tl.float16)
+    for index in tl.static_range(1, 1 << BITS):
+        value = tl.where(code == index, tl.full(code.shape, CODEBOOK[index], tl.float16), value)
+    return value
 
 
 @triton.jit
@@ -121,13 +226,13 @@ def _slots(cache, page, tile, STRIDE_PAGE, STRIDE_TOKEN, N: tl.constexpr, PAGE: 
 
 
 @triton.jit
-def _fetch_to_l2(slots, BYTES: tl.constexpr):
+def _fetch(slots, BYTES: tl.constexpr, LEVEL: tl.constexpr):
     """Ask for the cache lines of slots [N] ahead of their loads, which are too narrow for an asynchronous copy."""
     LINES: tl.constexpr = triton.next_power_of_2((BYTES + 127) // 128)
     line = tl.arange(0, LINES)
     offset = tl.minimum(line * 128, BYTES - 2) // 2
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "prefetch.global." + LEVEL + " [$1]; mov.b32 $0, 0;",
         "=r,l",
         [slots[:, None] + offset[None, :]],
         dtype=tl.int32,
@@ -235,8 +340,10 @@ def _attend(
     VALUE: tl.constexpr,
     SCALE: tl.constexpr,
     CODEBOOK: tl.constexpr,
+    LOOKUP: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
-    FETCH_AHEAD: tl.constexpr,
+    FETCH: tl.constexpr,
     FP8_UNIT: tl.constexpr,
 ):
     """Attend to this program's share of all tiles, and leave one partial result for each unit that it touches."""
@@ -321,8 +428,8 @@ def _attend(
             scale_ahead = _load_half(slots_ahead + SCALE)
             zero_ahead = _load_half(slots_ahead + SCALE + 1)
             norm_ahead = _load_half(slots_ahead + NORM)
-            if FETCH_AHEAD:
-                _fetch_to_l2(slots_ahead, 2 * STRIDE_HEAD)
+            if FETCH is not None:
+                _fetch(slots_ahead, 2 * STRIDE_HEAD, FETCH)
             if KEY_BITS == 8:
                 if HARDWARE_FP8:
                     k = keys.to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -334,15 +441,14 @@ def _attend(
                     scores = tl.dot(q1, k1.to(tl.float16, bitcast=True), scores)
                     scores = scores * (row_scale * FP8_UNIT)[:, None]
             else:
-                k0 = _centroid(keys, 0, KEY_BITS, CODEBOOK)
-                k1 = _centroid(keys, 1, KEY_BITS, CODEBOOK)
-                k2 = _centroid(keys, 2, KEY_BITS, CODEBOOK)
-                k3 = _centroid(keys, 3, KEY_BITS, CODEBOOK)
-                if KEY_BITS == 3:
-                    k0 = _pair_rows(k0, _centroid(keys, 4, 3, CODEBOOK))
-                    k1 = _pair_rows(k1, _centroid(keys, 5, 3, CODEBOOK))
-                    k2 = _pair_rows(k2, _centroid(keys, 6, 3, CODEBOOK))
-                    k3 = _pair_rows(k3, _centroid(keys, 7, 3, CODEBOOK))
+                if KEY_BITS == 4:
+                    k0, k1, k2, k3 = _centroids4(keys, CODEBOOK, LOOKUP, ASSEMBLY)
+                else:
+                    k0, k1, k2, k3, k4, k5, k6, k7 = _centroids3(keys, CODEBOOK, LOOKUP, ASSEMBLY)
+                    k0 = _pair_rows(k0, k4)
+                    k1 = _pair_rows(k1, k5)
+                    k2 = _pair_rows(k2, k6)
+                    k3 = _pair_rows(k3, k7)
                 scores = tl.dot(q0, k0)
                 scores = tl.dot(q1, k1, scores)
                 scores = tl.dot(q2, k2, scores)
@@ -369,15 +475,13 @@ def _attend(
             scale_peak = new_scale_peak
             weights = (weights * (value_scale * (_WEIGHT_RANGE / scale_peak))[None, :]).to(tl.float16)
             if VALUE_BITS == 4:
-                v0 = _code(values, 0, 4)
-                v1 = _code(values, 1, 4)
-                v2 = _code(values, 2, 4)
-                v3 = _code(values, 3, 4)
+                v0, v1, v2, v3 = _codes4(values, ASSEMBLY)
             else:
-                v0 = _pair(_code(values, 0, 3), _code(values, 4, 3))
-                v1 = _pair(_code(values, 1, 3), _code(values, 5, 3))
-                v2 = _pair(_code(values, 2, 3), _code(values, 6, 3))
-                v3 = _pair(_code(values, 3, 3), _code(values, 7, 3))
+                v0, v1, v2, v3, v4, v5, v6, v7 = _codes3(values, ASSEMBLY)
+                v0 = _pair(v0, v4)
+                v1 = _pair(v1, v5)
+                v2 = _pair(v2, v6)
+                v3 = _pair(v3, v7)
             a0 = tl.dot(weights, v0, a0 * fade[:, None])
             a1 = tl.dot(weights, v1, a1 * fade[:, None])
             a2 = tl.dot(weights, v2, a2 * fade[:, None])
@@ -471,8 +575,8 @@ def _merge(
 
 # ---- launching ----
 
-Codebook = tuple[float, float, float, float]
-"""Coefficients of x, x**3, x**5 and x**7, for x = (2 code + 1) / 2**bits - 1."""
+_COMPILED = isinstance(_attend, triton.JITFunction)
+"""Triton's interpreter knows no instructions: it computes the same numbers by other ways."""
 HEAD_SIZES = (64, 96, 128, 256)
 MAX_ROWS = 128
 """Query heads of a KV head times tokens of a verify step: the accumulators of more do not fit the registers."""
@@ -530,31 +634,6 @@ def supports(
     return None
 
 
-def fit_codebook(centroids: torch.Tensor) -> Codebook:
-    """Return the odd polynomial of the kernel for MSE centroids, [8] or [16] ascending; at set-up, since it reads them.
-
-    Norm correction cancels its scale.  It misses a centroid of 16 by less than 0.3 % of their standard deviation, which
-    adds 0.013 % to the error of quantization; a look-up would take a gather for each code.
-    """
-    values = centroids.detach().to("cpu", torch.float64)
-    if values.numel() not in (8, 16):
-        raise ValueError(f"centroids: got {values.numel()} of them; MSE keys have 8 or 16")
-    unit = values.square().mean().sqrt()
-    size = values.numel()
-    x = (2 * torch.arange(size // 2, size, dtype=torch.float64) + 1) / size - 1
-    terms = 4 if size == 16 else 3
-    powers = torch.stack([x ** (2 * term + 1) for term in range(terms)], dim=1)
-    wanted = values[size // 2 :] / unit
-    coefficients = torch.linalg.lstsq(powers, wanted).solution
-    miss = max((powers @ coefficients - wanted).abs().max().item(), (values + values.flip(0)).abs().max().item())
-    if miss > 0.01:
-        raise ValueError(
-            f"centroids: an odd polynomial misses them by {miss:.3f} of their size; the kernel allows 0.01"
-        )
-    first, third, fifth, seventh = (round(number, 5) for number in [*coefficients.tolist(), 0.0][:4])
-    return first, third, fifth, seventh
-
-
 def num_programs(device: torch.device | str, launch: Launch) -> int:
     """Programs that fill a device, whatever the batch is."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * launch.programs_per_sm
@@ -589,7 +668,7 @@ def verify_attention(
     block_table: int32 [R, W].  seq_lens: int32 [R], tokens of each request with its queries.  query_start_loc: int32
     [R + 1].  Token j of a request's q queries sees its first seq_len - q + 1 + j tokens.  Requests without query tokens
     cost nothing, and tokens after the last request become zero; a length of 0 gives zeros.  Lengths are read on the
-    device alone.  codebook: of `fit_codebook`, for MSE keys, taken to be rotated by the Sylvester-Hadamard matrix.
+    device alone.  codebook: of `prepare_codebook`, for MSE keys, taken to be rotated by the Sylvester-Hadamard matrix.
     """
     num_tokens, num_heads, head_size = query.shape
     num_requests = seq_lens.shape[0]
@@ -603,7 +682,7 @@ def verify_attention(
     block_requests = max(16, triton.next_power_of_2(num_requests))
     if not layout.key_is_fp8:
         if codebook is None:
-            raise ValueError(f"codebook: {layout.preset.name} needs the one of fit_codebook")
+            raise ValueError(f"codebook: {layout.preset.name} needs the one of prepare_codebook")
         scale = scale / math.sqrt(head_size)
     common = {"HK": num_kv_heads, "GROUP": group, "D": head_size, "N": launch.block_tokens, "BLOCK_R": block_requests}
     _attend[(workspace.programs,)](
@@ -632,12 +711,15 @@ def verify_attention(
         NORM=0 if layout.key_is_fp8 else layout.norm_offset // 2,
         VALUE=layout.value_offset // 2,
         SCALE=layout.scale_offset // 2,
-        CODEBOOK=codebook,
+        CODEBOOK=codebook.values if codebook else None,
+        LOOKUP=codebook.lookup if codebook else None,
+        ASSEMBLY=_COMPILED,
         HARDWARE_FP8=launch.hardware_fp8,
-        FETCH_AHEAD=launch.fetch_ahead and query.is_cuda,
+        FETCH=launch.fetch if _COMPILED else None,
         FP8_UNIT=1.0 / E4M3_IN_FP16,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        maxnreg=launch.max_registers,
         **common,
     )
     _merge[(max(num_requests * max_query_len, num_tokens), num_heads)](

@@ -15,7 +15,8 @@ class Launch:
     programs_per_sm: int
     min_tiles: int
     hardware_fp8: bool
-    fetch_ahead: bool
+    fetch: str | None
+    max_registers: int | None
     reason: str
 
 
@@ -25,4 +26,4 @@ def decode_launch(capability: tuple[int, int], *, key_is_fp8: bool, rows: int, p
     tokens = min(64, page_tokens)
     warps = 8 if rows > 64 else 4
     stages = 3 if key_is_fp8 else 1
-    return Launch(tokens, warps, stages, 2, 2, hardware_fp8, not key_is_fp8, "before tuning")
+    return Launch(tokens, warps, stages, 2, 2, hardware_fp8, None if key_is_fp8 else "L2", None, "before tuning")
