@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import paths  # noqa: F401
+
 from launcher.ask import Unreachable
 from launcher.measure import judge, prefix
 from launcher.measure.dialogues import Kind, Task, tasks, turn

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import served
+from paths import ROOT
 
 from launcher.errors import CheckFailed
 
@@ -103,4 +104,4 @@ def host(engine: str, model: Path) -> dict[str, str]:
 def name_of(model: Path) -> str:
     """Return a checkpoint's path, relative to the checkout where it lies in it."""
     resolved = model.resolve()
-    return str(resolved.relative_to(served.ROOT)) if resolved.is_relative_to(served.ROOT) else resolved.name
+    return str(resolved.relative_to(ROOT)) if resolved.is_relative_to(ROOT) else resolved.name

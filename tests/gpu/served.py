@@ -17,12 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[2]
-for folder in (ROOT, ROOT / "patches"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+from paths import ROOT
 
-from launcher.ask import is_healthy  # noqa: E402
+from launcher.ask import is_healthy
 
 REFERENCE_MODEL = ROOT / "tests/reference_model/weights"
 SERVED_NAME = "reference"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import paths  # noqa: F401
 
 from launcher.measure.greedy import EPSILON, Difference, Generated, Verdict, common_prefix, compare
 
