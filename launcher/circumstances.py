@@ -26,6 +26,7 @@ from launcher.observed import (
     Observed,
     OtherContainer,
 )
+from launcher.operate.events import PREFIX
 from launcher.operate.service_state import ServiceStatus, StateFile
 from launcher.plan import Plan
 from launcher.prepare import models_dir
@@ -37,6 +38,7 @@ from launcher.weights.hub_token import stored_token
 STALLED_S = 300
 """What the rule for a hanging engine asks about."""
 _STATS_LINE = re.compile(r"INFO (\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] Engine \d+: Avg prompt throughput")
+_ENGINE_STARTED = re.compile(rf'{re.escape(PREFIX)}\{{.*"kind": "engine-started"')
 _MIB = 1 << 20
 
 
@@ -52,6 +54,12 @@ def evidence_of(
     container = None if run is None else ContainerState.model_validate(asdict(run))
     context = context_of(plan, facts, container, look(plan, state, facts, log))
     return Evidence(log="\n".join(log), context=context, kernel_log=kernel.log(since_s))
+
+
+def last_run(log: Sequence[str]) -> Sequence[str]:
+    """Return what a log holds of the engine's last run: errors of an earlier one are not why this one fails."""
+    starts = [number for number, line in enumerate(log) if _ENGINE_STARTED.search(line)]
+    return log[starts[-1] :] if starts else log
 
 
 def look(plan: Plan, state: ServiceState, facts: HostFacts, log: Sequence[str] = ()) -> Observed:

@@ -132,7 +132,10 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
 
 def last_words(evidence: Evidence, most_lines: int = 12) -> tuple[str, ...]:
     """Return the log's last lines that are not notices: what to show where no cause is known."""
-    lines = [_shortened(line.text) for line in evidence.text.lines if line.text.strip() and not line.is_notice]
+    said = (line for line in evidence.text.lines if line.text.strip() and not line.is_notice)
+    lines = [
+        _shortened(line.text) for line in said if "graft-event " not in line.text and "GRAFT-REPORT " not in line.text
+    ]
     return tuple(lines[-most_lines:])
 
 

@@ -117,7 +117,9 @@ class Status:
 
     @property
     def has_failed(self) -> bool:
-        """Something failed, whether or not a rule knows the cause."""
+        """Something failed, whether or not a rule knows the cause, and is not about to be started again."""
+        if self.diagnosis is None and self.operating.phase == "restarting":
+            return False
         return self.diagnosis is not None or (self.evidence is not None and shows_failure(self.evidence))
 
 
@@ -136,7 +138,7 @@ def status(profile_name: str, facts: HostFacts | None = None) -> Status | None:
     operating = StateFile(state.operate_dir).read()
     evidence = None
     if not running.is_healthy or _seems_to_hang(operating):
-        evidence = evidence_of_service(running.plan, state, log, running.state, facts)
+        evidence = evidence_of_service(running.plan, state, circumstances.last_run(log), running.state, facts)
     return Status(
         plan=running.plan,
         base_url=running.base_url,

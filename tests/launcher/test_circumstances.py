@@ -15,6 +15,7 @@ from launcher.evidence import ContainerState, Evidence, context_of
 from launcher.host import kernel
 from launcher.host.facts import Gpu, GpuProcess, HostFacts, Nvml
 from launcher.observed import MemoryHolder, Observed
+from launcher.operate import events
 from launcher.operate.service_state import ServiceStatus, StateFile
 from launcher.state import ServiceState
 from tests.launcher.test_diagnose_evidence import BUSY, FACTS, SERVED, plan
@@ -41,6 +42,13 @@ def test_the_age_of_the_last_throughput_is_told_by_its_own_clock() -> None:
     # A line of December, read in January.
     line = STATS.replace("05-17", "12-31")
     assert circumstances.seconds_since_stats([line], datetime(2026, 1, 1, 6, 31, 40, tzinfo=UTC), UTC) == 86400
+
+
+def test_the_last_run_begins_where_its_engine_was_started() -> None:
+    started = events.PREFIX + events.line_of(events.event("engine-started", "cpu", "process 7"))
+    log = [started, "ValueError: of the first run", started, "INFO: of the second"]
+    assert circumstances.last_run(log) == log[2:]
+    assert circumstances.last_run(["no keeper"]) == ["no keeper"]
 
 
 @pytest.mark.parametrize(

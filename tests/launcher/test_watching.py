@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from launcher import render
+from launcher.images.pins import load_pins
 from launcher.operate.keeper import KeeperSettings
 from launcher.operate.service_state import FILE_NAME
 from launcher.operate.watchdog import WatchdogSettings
@@ -19,7 +20,6 @@ from launcher.state import ServiceState
 from launcher.watching import folder
 from launcher.watching.choices import SMALLEST_CONTEXT, Sized, degraded_of
 from tests.launcher.golden import NO_GPU, NVIDIA, plan_for, surroundings
-from tests.launcher.golden import load_pins as golden_pins
 
 
 def shipped(name: str) -> Plan:
@@ -155,5 +155,5 @@ def test_the_plan_is_json_with_both_kinds_of_settings() -> None:
     document = json.loads(plan.model_dump_json())
     assert document["degraded"]["max_model_len"] == 2048
     assert Plan.model_validate(document).degraded == plan.degraded
-    inputs = Inputs(profile=load_profile("cpu"), model=load_model(load_profile("cpu").model), pin=golden_pins().pins[1])
+    inputs = Inputs(profile=load_profile("cpu"), model=load_model(load_profile("cpu").model), pin=load_pins().pins[1])
     assert make(inputs).plan.watch is not None
