@@ -42,8 +42,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     model, pin = load_model(profile.model, PROFILES), load_pins().of(profile.vllm)
     plan = make(Inputs(profile=profile, model=model, pin=pin, config=config, weights=weights)).plan
     state = ServiceState(tmp_path_factory.mktemp("state") / "reference")
-    state.root.mkdir()
     for file, text in render.run(plan).items():
+        (state.root / file).parent.mkdir(parents=True, exist_ok=True)
         (state.root / file).write_text(text, encoding="utf-8")
     service = start(plan, WEIGHTS, state, ENGINE.vllm)
     try:
