@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help fetch bundle up down logs status ask verify render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test generated clean
+.PHONY: help fetch bundle up down logs status ask verify bench soak compare render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test generated clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,15 @@ ask: install ## Ask the running model: make ask Q="What is the capital of France
 
 verify: install ## Check tool calls, prefix cache and context of the running service (ARGS=--quick)
 	@$(GRAFT) verify $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS)
+
+bench: install ## Measure the running service: one stream, sixteen at a time, a sweep (ARGS="--load single")
+	@$(GRAFT) bench $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS)
+
+soak: install ## Keep the running service under a mixed load (DURATION=72h ARGS=--resume)
+	@$(GRAFT) soak $(if $(PROFILE),--profile '$(PROFILE)') $(if $(DURATION),--duration '$(DURATION)') $(ARGS)
+
+compare: install ## Two reports of bench or soak as ratios: make compare A=old.json B=new.json
+	@$(GRAFT) compare $(ARGS) -- '$(A)' '$(B)'
 
 fetch: install ## Bring a model's files and verify them (MODEL=... ARGS="--from FOLDER")
 	@$(GRAFT) fetch $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS) -- $(MODEL)
