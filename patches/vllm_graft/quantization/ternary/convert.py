@@ -30,6 +30,7 @@ RECORD = "graft-ternary.json"
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 KEPT = ("*embed*", "*lm_head*", "*norm*", "*conv1d*", "*visual.*", "*vision*", "*router*", "*.gate", "*.score")
 _ROWS_AT_ONCE = 1024
+_FILE_MODE = 0o644  # the server in a container is another user
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COPIED = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py|md)|LICENSE.*|NOTICE.*")
 _NOT_COPIED = {"config.json", "model.safetensors.index.json", "graft-model.json", RECORD}
@@ -240,14 +241,14 @@ def _converted(source: Path, tensor: Source, options: Options, measured: torch.T
         packed, scales = [], []
         for start in range(0, tensor.shape[0], _ROWS_AT_ONCE):
             block = part[start : start + _ROWS_AT_ONCE].float()
-            if not bool(torch.isfinite(block).all()):
+            norm = torch.linalg.vector_norm(block)
+            if not bool(torch.isfinite(norm)):
                 raise ConversionError(f"{source / tensor.file}: {tensor.name} holds a value that is not finite")
             values, scale = round_to_ternary(block, options.group_size, SCALE_DTYPES[options.scale_dtype])
             packed.append(pack_bytes(values))
             scales.append(scale)
-            rounded = values.view(*scale.shape, -1) * scale.float()[:, :, None]
-            measured[0] += (rounded.view_as(block) - block).double().square().sum()
-            measured[1] += block.double().square().sum()
+            block -= (values.view(*scale.shape, -1) * scale.float()[:, :, None]).view_as(block)
+            measured += torch.stack([torch.linalg.vector_norm(block), norm]).double().square()
     module = tensor.name.removesuffix(".weight")
     return {f"{module}.weight": torch.cat(packed), f"{module}.weight_scale": torch.cat(scales)}
 
@@ -256,6 +257,7 @@ def _write_shard(file: Path, tensors: Mapping[str, torch.Tensor], measured: torc
     partial = file.with_suffix(".part")
     metadata = {"format": "pt", "graft_error": f"{measured[0].item()} {measured[1].item()}"}
     save_file(dict(tensors), partial, metadata=metadata)
+    partial.chmod(_FILE_MODE)
     _publish(partial, file)
 
 
