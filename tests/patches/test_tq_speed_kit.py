@@ -1,0 +1,117 @@
+"""The scripts that time TurboQuant on a GPU (tests/gpu), without one: their cases, results files and verdicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GPU = Path(__file__).resolve().parents[1] / "gpu"
+sys.path.insert(0, str(GPU))
+
+import end_to_end  # noqa: E402
+import prefill_speed  # noqa: E402
+from end_to_end import CASES, Case, Record, Timed  # noqa: E402
+from prefill_speed import Row  # noqa: E402
+
+ANSWER = Timed(8192, 0.5, 60, 64, 10.0, 106.7)
+JIT = (
+    "WARNING [jit_monitor.py:146] Triton kernel JIT compilation during inference: {kernel} (constexprs={{D=256}}). "
+    "This causes a latency spike; consider extending warmup to cover this shape/config.\n"
+)
+
+
+def entry(case: Case) -> dict[str, Any]:
+    fix = "applied: bound" if case.backend == "fixed" else "disabled: by GRAFT_DISABLE"
+    record = Record((ANSWER,), 2**30, 2**31, 2**32, {"SpecDecodeImpl": 4}, fix, "FULL_DECODE_ONLY", {"x/1": 64}, 30.0)
+    return {**asdict(record), "host": {"gpu": "a card"}, "total_s": 50.0}
+
+
+def test_every_cache_is_timed_with_and_without_drafts_and_the_telling_cases_come_first() -> None:
+    assert len({case.id for case in CASES}) == len(CASES) == 10
+    assert [case.id for case in CASES[:3]] == [
+        "fixed-turboquant_k8v4-mtp",
+        "stock-turboquant_k8v4-mtp",
+        "stock-auto-mtp",
+    ]
+    for case in CASES:
+        assert end_to_end.environment(case, Path("x"))["GRAFT_REQUIRE"] == (
+            "tq-spec-decode" if case.backend == "fixed" else ""
+        )
+        assert ("speculative_config" in end_to_end.settings(case)) == case.mtp
+
+
+def test_the_model_has_the_layers_of_the_whole_one_and_its_share_of_attention() -> None:
+    kinds = end_to_end.config()["layer_types"]
+    assert len(kinds) == end_to_end.config()["num_hidden_layers"] == 16
+    assert kinds.count("full_attention") == 4
+
+
+def test_a_step_is_timed_behind_the_first_tokens_and_by_the_tokens_that_it_gave() -> None:
+    stamps = [(10.0 + 0.01 * step, 2 * (step + 1)) for step in range(40)]
+    found = end_to_end.timed(8192, 9.0, stamps)
+    assert (found.first_token_s, found.steps, found.tokens) == (1.0, 36, 72)
+    assert found.step_ms == pytest.approx(10.0)
+    assert found.tokens_per_s == pytest.approx(200.0)
+
+
+def test_kernels_compiled_while_serving_are_read_from_the_log() -> None:
+    log = "INFO ready\n" + JIT.format(kernel="_attend") * 2 + JIT.format(kernel="fused_recurrent_kernel")
+    assert end_to_end.compiled_while_serving(log) == {"_attend": 2, "fused_recurrent_kernel": 1}
+
+
+def test_results_are_kept_case_by_case_and_gone_on_with(tmp_path: Path) -> None:
+    results, asked = tmp_path / "r.json", []
+
+    def execute(case: Case, _: Any, work: Path) -> dict[str, Any]:
+        asked.append(case.id)
+        (work / case.id).mkdir(parents=True)
+        log = JIT.format(kernel="_attend") if case.backend == "stock" else ""
+        (work / case.id / "log").write_text(log)
+        return entry(case)
+
+    options = ["--results", str(results), "--work", str(tmp_path / "work")]
+    assert end_to_end.main([*options, "--only", "k8v4-mtp"], execute) == 3
+    assert asked == ["fixed-turboquant_k8v4-mtp", "stock-turboquant_k8v4-mtp"]
+    assert end_to_end.main([*options, "--budget-s", "1"], execute) == 3
+    assert len(asked) == 2
+    assert end_to_end.main(options, execute) == 0
+    assert len(asked) == len(CASES)
+    kept = json.loads(results.read_text())
+    assert kept["host"] == {"gpu": "a card"}
+    assert kept["cases"]["stock-auto-plain"]["compiled_while_serving"] == {"_attend": 1}
+
+
+def test_a_fixed_case_that_compiles_while_serving_or_broke_fails(tmp_path: Path) -> None:
+    def execute(case: Case, _: Any, work: Path) -> dict[str, Any]:
+        if case.mtp:
+            return {"error": "ended with 1: out of memory", "total_s": 9.0}
+        (work / case.id).mkdir(parents=True)
+        (work / case.id / "log").write_text(JIT.format(kernel="_attend"))
+        return entry(case)
+
+    options = ["--results", str(tmp_path / "r.json"), "--work", str(tmp_path), "--only", "fixed-turboquant_k8v4"]
+    assert end_to_end.main(options, execute) == 1
+    found = end_to_end.problems(json.loads((tmp_path / "r.json").read_text()))
+    assert found == [
+        "fixed-turboquant_k8v4-mtp: ended with 1: out of memory",
+        "fixed-turboquant_k8v4-plain: compiled while serving: _attend",
+    ]
+
+
+def row(backend: str, **values: Any) -> Row:
+    sizes = {"ms": 2.0, "workspace_bytes": 62 * 2**20, "transient_bytes": 2**20, "error": 2e-3}
+    return Row("turboquant_k8v4", 8192, 512, backend, **{**sizes, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "broken"),
+    [({}, None), ({"ms": 2.1}, "not slower"), ({"transient_bytes": 2**21}, "memory"), ({"error": 3e-3}, "error")],
+)
+def test_a_prefill_that_is_slower_larger_or_less_exact_is_seen(values: dict[str, Any], broken: str | None) -> None:
+    held = prefill_speed.holds([row("stock"), row("fixed", **values)])
+    assert [name for name, held_ in held.items() if not held_] == ([broken] if broken else [])
