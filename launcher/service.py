@@ -63,6 +63,12 @@ class Running:
     state: RunState
     is_healthy: bool
 
+    @property
+    def is_degraded(self) -> bool:
+        """It runs with the smaller settings."""
+        operating = StateFile(ServiceState.of(self.plan.profile).operate_dir).read()
+        return self.state.is_alive and operating.is_degraded
+
 
 class FailedStart(GraftError):
     """A start that failed and was stopped: the error, the saved log, and what a diagnosis needs."""

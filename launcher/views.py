@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.match import Match
-from launcher.plan import Flag, Gateway, Plan
+from launcher.plan import Flag, Plan
 from launcher.problems import Problem
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def flags_table(flags: Sequence[Flag], plan: Plan) -> Table:
     return table
 
 
-def gateway_table(gateway: Gateway) -> Table:
-    """Return the gateway's values with reason and source."""
-    table = _table("Gateway", "key", "value", "why", "from")
-    for choice in gateway.choices:
+def choices_table(title: str, choices: Sequence[Flag]) -> Table:
+    """Return values of a part of the plan with reason and source."""
+    table = _table(title, "key", "value", "why", "from")
+    for choice in choices:
         table.add_row(choice.name, escape(choice.value or ""), escape(choice.reason), escape(choice.source))
     return table
 
@@ -91,6 +91,8 @@ def plan_view(planned: Planned, reach: Sequence[TargetAdvice]) -> Group:
         parts.append(Text(f"Context: {plan.max_model_len} tokens."))
     fixes = ", ".join(plan.required_fixes) or "none is needed"
     parts.append(Text(f"Required fixes: {fixes}."))
+    if plan.degraded is not None:
+        parts.append(Text(f"Should memory end the engine twice: {plan.degraded.summary}."))
     if plan.problems:
         parts.append(problems_text(plan.problems))
     return Group(*parts)

@@ -1,5 +1,6 @@
-"""Commands that keep a service serving, and say what is wrong: doctor, report."""
+"""Commands that keep a service serving, and say what is wrong: doctor, report, watch."""
 
+import time
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,10 +20,13 @@ from launcher.cli.base import (
     print_json,
 )
 from launcher.errors import CheckFailed, UsageError
+from launcher.operate.events import line_of
 from launcher.prepare import Options
+from launcher.state import ServiceState
 
 if TYPE_CHECKING:
     from launcher.doctor.facts import Finding
+    from launcher.operate.events import Event
 
 app = typer.Typer()
 
@@ -74,6 +78,42 @@ def report(
     except OSError as error:
         raise UsageError(f"--out {path}: cannot be written: {error.strerror}") from error
     out.print(f"{path}: read it once before you paste it; secrets, names and addresses are taken out.", markup=False)
+
+
+@app.command()
+def watch(
+    name: ProfileArgument = None,
+    profile: ProfileOption = None,
+    last: Annotated[int, typer.Option("--last", min=0, help="Events from before that are shown first.")] = 10,
+    once: Annotated[bool, typer.Option("--once", help="Show what there is, and end.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Follow what keeper and watchdog do: starts, ends, strikes, smaller settings; until interrupted or stopped."""
+    from launcher.cli.service import running_name
+    from launcher.views import operating_lines
+    from launcher.watching import follow
+
+    chosen = name or profile or running_name(None)
+    state = ServiceState.of(chosen)
+    status = follow.status_of(state)
+    if not as_json:
+        said = operating_lines(status, time.time()) or ["As planned."]
+        out.print(f"{chosen}: {status.phase}. {' '.join(said)}", markup=False)
+    for one in follow.last_events(state, last):
+        _say_event(one, as_json)
+    for one in () if once else follow.events_from_now(state):
+        _say_event(one, as_json)
+
+
+def _say_event(one: "Event", as_json: bool) -> None:
+    if as_json:
+        out.file.write(f"{line_of(one)}\n")
+        out.file.flush()
+        return
+    cause = f" ({one.cause})" if one.cause else ""
+    out.print(f"{one.at}  {one.kind:<18} {one.message}{cause}", markup=False)
+    if one.remedy:
+        out.print(f"{'':<22}-> {one.remedy}", markup=False)
 
 
 def _say_findings(findings: "tuple[Finding, ...]") -> None:

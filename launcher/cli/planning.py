@@ -23,6 +23,7 @@ from launcher.cli.base import (
 from launcher.errors import CheckFailed, Refused, UsageError
 from launcher.planner import Planned
 from launcher.prepare import Options
+from launcher.watching.choices import SMALLER
 
 if TYPE_CHECKING:
     from vllm_graft.patch import Patch
@@ -71,23 +72,33 @@ def explain(
     flag: Annotated[str | None, typer.Option("--flag", help="Only this flag of vllm serve.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every flag of `vllm serve`, and every value of the gateway, with its reason and where it comes from."""
+    """Print every flag of `vllm serve`, and every value beside it, with its reason and where it comes from."""
     made = _made(Options(name or profile, model, profiles, runtime, card, advise)).plan
     flags = [one for one in made.flags if flag is None or one.name == f"--{flag.lstrip('-')}"]
     if not flags:
         known = ", ".join(one.name for one in made.flags)
         raise UsageError(f"--flag {flag}: the plan does not set it; it sets {known}")
     if as_json:
-        gateway = made.gateway.choices if made.gateway and flag is None else ()
-        print_json({"flags": flags, "environment": made.environment if flag is None else [], "gateway": gateway})
+        whole = {
+            "environment": made.environment,
+            "gateway": made.gateway.choices if made.gateway else (),
+            "watch": made.watch.choices if made.watch else (),
+            "degraded": made.degraded,
+        }
+        print_json({"flags": flags, **(whole if flag is None else dict.fromkeys(whole, ()))})
         return
-    from launcher.views import environment_table, flags_table, gateway_table
+    from launcher.views import choices_table, environment_table, flags_table
 
     out.print(flags_table(flags, made))
     if flag is None and made.environment:
         out.print(environment_table(made))
     if flag is None and made.gateway is not None:
-        out.print(gateway_table(made.gateway))
+        out.print(choices_table("Gateway", made.gateway.choices))
+    if flag is None and made.watch is not None:
+        out.print(choices_table("Watch", made.watch.choices))
+    if flag is None and made.degraded is not None:
+        changed = [one for one in made.degraded.flags if one.source == SMALLER]
+        out.print(choices_table("Smaller settings, after the engine ended twice for lack of memory", changed))
 
 
 @app.command()

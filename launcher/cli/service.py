@@ -72,7 +72,10 @@ def up(
     running = service.find(one.name)
     if monitoring:
         refuse_host(running.plan.runtime if running else runtime or one.runtime, ServiceState.of(one.name))
-    if running is not None and running.state.is_alive:
+    if running is not None and running.is_degraded:
+        err.print(f"{one.name}: runs with the smaller settings; it is started again with the planned ones.")
+        service.down(one.name)
+    elif running is not None and running.state.is_alive:
         if locked:
             release.refuse_unlocked_running(ServiceState.of(one.name))
         _say_already_up(options, running, as_json)

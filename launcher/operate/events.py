@@ -113,7 +113,7 @@ class Follower:
             whole = text.rfind(b"\n") + 1
             self._offset += whole
             lines += text[:whole].splitlines()
-        return tuple(one for line in lines if (one := _parsed(line)) is not None)
+        return tuple(one for line in lines if (one := parsed(line)) is not None)
 
     def _rest_of_old(self) -> list[bytes]:
         """Return what was written to the file before it became the old one."""
@@ -137,7 +137,8 @@ def _read_from(path: Path, offset: int) -> bytes:
         return file.read()
 
 
-def _parsed(line: bytes) -> Event | None:
+def parsed(line: bytes) -> Event | None:
+    """Return the event of a line; None where it is none."""
     try:
         return Event.model_validate_json(line)
     except ValueError:

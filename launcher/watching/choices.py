@@ -10,6 +10,8 @@ SHARES_LESS = (0.05, 0.03, 0.02, 0.01)
 """Of the card: room for what the measurement at the start does not see; the most that leaves a context."""
 SMALLEST_CONTEXT = 1024
 SMALLEST_BATCH = 512
+SMALLER = "plan: smaller settings"
+"""Source of a flag that differs from the planned one."""
 _STEP = 256
 """Contexts are given in multiples of it."""
 
@@ -83,7 +85,7 @@ def _flags(planned: Sized, smaller: Sized) -> tuple[Flag, ...]:
     return tuple(
         flag
         if flag.value == (before[flag.name].value if flag.name in before else "")
-        else flag.model_copy(update={"source": "plan: smaller settings"})
+        else flag.model_copy(update={"source": SMALLER})
         for flag in smaller.plan.flags
     )
 

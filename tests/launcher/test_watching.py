@@ -1,7 +1,9 @@
 """What the plan says about watching and smaller settings, and what is rendered from it."""
 
 import json
+import os
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +12,21 @@ import yaml
 
 from launcher import render
 from launcher.images.pins import load_pins
+from launcher.operate import events
 from launcher.operate.keeper import KeeperSettings
-from launcher.operate.service_state import FILE_NAME
+from launcher.operate.service_state import FILE_NAME, ServiceStatus, StateFile
 from launcher.operate.watchdog import WatchdogSettings
 from launcher.plan import Plan
 from launcher.planner import Inputs, make
 from launcher.profile import Profile, Watch, load_model, load_profile, profile_files
 from launcher.state import ServiceState
-from launcher.watching import folder
+from launcher.views import operating_lines
+from launcher.watching import folder, follow
 from launcher.watching.choices import SMALLEST_CONTEXT, Sized, degraded_of
 from tests.launcher.golden import NO_GPU, NVIDIA, plan_for, surroundings
+from tests.launcher.test_cli_planning import Graft, graft
+
+__all__ = ["graft"]
 
 
 def shipped(name: str) -> Plan:
@@ -157,3 +164,61 @@ def test_the_plan_is_json_with_both_kinds_of_settings() -> None:
     assert Plan.model_validate(document).degraded == plan.degraded
     inputs = Inputs(profile=load_profile("cpu"), model=load_model(load_profile("cpu").model), pin=load_pins().pins[1])
     assert make(inputs).plan.watch is not None
+
+
+def test_what_happens_to_a_service_is_followed(graft: Graft) -> None:
+    assert graft("watch", "cpu").exit_code == 2
+    state = ServiceState.of("cpu")
+    folder.make(state)
+    log = events.EventLog(state.operate_dir, os.open(os.devnull, os.O_WRONLY))
+    for number in range(3):
+        log.write(events.event("engine-ended", "cpu", f"end {number}", cause="gpu-lost", remedy="Reboot."))
+    StateFile(state.operate_dir).change(
+        lambda status: status.model_copy(update={"phase": "stopped", "reason": "a GPU was lost", "remedy": "Reboot."})
+    )
+    ended = graft("watch", "cpu", "--last", "2")
+    assert ended.out.startswith("cpu: stopped. Stopped: a GPU was lost. -> Reboot.\n")
+    assert "end 0" not in ended.out
+    assert "end 2 (gpu-lost)" in ended.out
+    lines = graft("watch", "cpu", "--once", "--json").out.splitlines()
+    assert [json.loads(line)["message"] for line in lines] == ["end 0", "end 1", "end 2"]
+
+
+def test_events_that_come_are_told_until_the_service_is_stopped(tmp_path: Path) -> None:
+    state = ServiceState(tmp_path / "cpu")
+    folder.make(state)
+    file = StateFile(state.operate_dir)
+    file.change(lambda status: status.model_copy(update={"phase": "serving"}))
+    coming = follow.events_from_now(state, poll_s=0.01)
+
+    def go_on() -> None:
+        log = events.EventLog(state.operate_dir, os.open(os.devnull, os.O_WRONLY))
+        log.write(events.event("engine-stalled", "cpu", "no step"))
+        file.change(lambda status: status.model_copy(update={"phase": "stopped"}))
+
+    timer = threading.Timer(0.1, go_on)
+    timer.start()
+    assert [one.message for one in coming] == ["no step"]
+    timer.join()
+
+
+def test_the_plan_and_its_explanation_show_watch_and_smaller_settings(graft: Graft) -> None:
+    assert "Should memory end the engine twice: " in graft("plan", "rtx4090").out
+    explained = graft("explain", "rtx4090").out
+    assert "watch.strikes" in explained
+    assert "Smaller settings" in explained
+    document = graft("explain", "rtx4090", "--json").document
+    assert SMALLEST_CONTEXT <= document["degraded"]["max_model_len"] <= 31680 / 2
+    assert {one["name"] for one in document["watch"]} >= {"watch.every_s", "watch.restarts"}
+
+
+def test_a_degraded_service_says_so_in_its_status() -> None:
+    status = ServiceStatus(
+        phase="serving", mode="degraded", reason="a request needed more memory, 2 times for lack of memory", restarts=2
+    )
+    first, second = operating_lines(status, 0)
+    assert first.startswith("Degraded: a request needed more memory")
+    assert "`graft up` returns to the planned ones" in first
+    assert second == "Started again 2 time(s) since `graft up`."
+    waiting = ServiceStatus(phase="restarting", reason="the engine is stuck", next_start_s=130)
+    assert operating_lines(waiting, 100) == ["Restarting: the engine is stuck.", "The engine is started again in 30 s."]
