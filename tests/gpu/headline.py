@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Measure what speculation on a TurboQuant KV cache does to tool calls and needles: vLLM as it is, and with the fixes.
 
-    python3 tests/gpu/headline.py --results tests/gpu/results/headline.json --budget-s 540
+    python3 tests/gpu/headline.py --at-once 5 --results tests/gpu/results/headline.json
 
 Needs one NVIDIA GPU, vLLM 0.33.0 importable, and the reference model, whose replies are sharp: a corrupted KV cache
 shows as a failed call.  Each case boots vLLM's OpenAI server with MTP, FULL CUDA graphs and async scheduling, asks one
-request at a time and eight at once, and is added to the results file as soon as it is done.  A case that is in the file
-is not run again, one that broke is.  The exit status is 0 when all cases are in the file and every case that must be
-right is, 3 when cases are left, 1 otherwise.
+request at a time and eight at once, and is added to the results file as soon as it is done.  Cases may run at once, on
+one card: speed is not measured.  A case that is in the file is not run again, one that broke is.  The exit status is 0
+when all cases are in the file and every case that must be right is, 3 when cases are left, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,9 +76,9 @@ class Case:
 
 
 CASES = (
-    Case("control-bf16", Setup(graft=False, kv_cache_dtype=UNQUANTIZED), True),
     Case("graft-k8v4", Setup(graft=True, kv_cache_dtype=TURBOQUANT), True),
     Case("stock-k8v4", Setup(graft=False, kv_cache_dtype=TURBOQUANT), False),
+    Case("control-bf16", Setup(graft=False, kv_cache_dtype=UNQUANTIZED), True),
     Case("graft-k8v4-older-card", Setup(graft=True, kv_cache_dtype=TURBOQUANT, older_card=True), True),
     Case("stock-k8v4-older-card", Setup(graft=False, kv_cache_dtype=TURBOQUANT, older_card=True), False),
 )
@@ -113,25 +114,24 @@ def main(arguments: Sequence[str] | None = None, serve: Serve = served) -> int:
         print("\n".join(case.id for case in CASES))
         return 0
     bench = measured.bench(options)
-    results = measured.read(options.results, SCHEMA)
     host = measured.host(bench.engine, bench.model)
-    deadline = time.monotonic() + options.budget_s
-    for case in _left(results, options.only):
-        if time.monotonic() + EXPECTED_S[options.engine] > deadline:
-            print("stopping within the budget")
-            break
-        print(f"{case.id} ...", flush=True)
-        entry = execute(case, bench, options.work / case.id, serve)
-        results = measured.keep(options.results, SCHEMA, case.id, entry, host)
-        print(f"    {line(entry)}", flush=True)
-    return status(results)
+
+    def run(case: Case, bench: Bench) -> str:
+        entry: dict[str, Any] = {}
+        for entry in execute(case, bench, options.work / case.id, serve):
+            measured.keep(options.results, SCHEMA, case.id, entry, host)
+        return line(entry)
+
+    left = _left(measured.read(options.results, SCHEMA), options.only)
+    jobs = [measured.Job(case.id, EXPECTED_S[bench.engine], partial(run, case)) for case in left]
+    measured.run(jobs, bench, options.at_once, options.budget_s)
+    return status(measured.read(options.results, SCHEMA))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results file, which is gone on with")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "headline", help="logs of the cases")
-    parser.add_argument("--budget-s", type=float, default=3600, help="start no case that would end later")
     parser.add_argument("--only", help="run only cases whose id contains this")
     parser.add_argument("--list", action="store_true", help="print the ids of all cases and stop")
     measured.add_bench(parser, REFERENCE_MODEL, VLLM)
@@ -143,27 +143,25 @@ def _left(results: Mapping[str, Any], only: str | None) -> list[Case]:
     return [case for case in CASES if case.id not in done and (only is None or only in case.id)]
 
 
-def execute(case: Case, bench: Bench, work: Path, serve: Serve) -> dict[str, Any]:
-    """Boot a case's server and ask; what broke is an entry with `error`."""
+def execute(case: Case, bench: Bench, work: Path, serve: Serve) -> Iterator[dict[str, Any]]:
+    """Boot a case's server and ask; yield what is known after each batch. What broke or is not whole has `error`."""
     started = time.monotonic()
+    entry: dict[str, Any] = {**asdict(case.setup), "arguments": arguments_of(case.setup, bench), "batches": {}}
     try:
         with serve(case.setup, bench, work) as server, Connection(server.url, timeout_s=120) as connection:
             target = target_of(connection, None)
             warm_up(target)
-            batches = {str(batch): asdict(ask(target, server, batch)) for batch in BATCHES}
-            seen = {
-                "boot_s": server.boot_s,
-                "arguments": arguments_of(case.setup, bench),
-                "fixes": server.fixes(),
-                **server.observed(),
-            }
+            entry |= {"boot_s": server.boot_s, "fixes": server.fixes(), **server.observed()}
+            problems = unlike(case, bench, entry)
+            for batch in BATCHES:
+                entry["batches"] = {**entry["batches"], str(batch): asdict(ask(target, server, batch))}
+                entry["total_s"] = round(time.monotonic() - started, 1)
+                left = [] if batch == BATCHES[-1] else [f"ended behind batch {batch}"]
+                yield {**entry, "error": "; ".join(problems + left)} if problems or left else entry
     except Died as error:
-        return {**asdict(case.setup), "error": str(error)}
+        yield {**entry, "error": str(error)}
     except measured.CheckFailed as error:
-        return {**asdict(case.setup), "error": f"{error}; {end_of_log(work / 'log')}"}
-    entry = {**asdict(case.setup), **seen, "batches": batches, "total_s": round(time.monotonic() - started, 1)}
-    problems = unlike(case, bench, entry)
-    return {**entry, "error": "; ".join(problems)} if problems else entry
+        yield {**entry, "error": f"{error}; {end_of_log(work / 'log')}"}
 
 
 def unlike(case: Case, bench: Bench, entry: Mapping[str, Any]) -> list[str]:

@@ -7,11 +7,16 @@ import datetime
 import fcntl
 import importlib.metadata
 import json
+import os
+import queue
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,7 @@ from paths import ROOT
 
 from launcher.errors import CheckFailed
 
-__all__ = ["CheckFailed", "add_bench", "bench", "host", "keep", "name_of", "read", "stop_cleanly"]
+__all__ = ["CheckFailed", "Job", "add_bench", "bench", "host", "keep", "name_of", "read", "run", "stop_cleanly"]
 
 
 def add_bench(parser: argparse.ArgumentParser, model: Path, vllm: str) -> None:
@@ -28,9 +33,44 @@ def add_bench(parser: argparse.ArgumentParser, model: Path, vllm: str) -> None:
     parser.add_argument("--model", type=Path, default=model, help="the checkpoint that is served")
     parser.add_argument("--engine", choices=("gpu", "cpu"), default="gpu", help="cpu: to try the script out")
     parser.add_argument("--vllm", default=vllm, help="the command before `serve`")
+    parser.add_argument("--budget-s", type=float, default=3600, help="start nothing that would end later")
+    parser.add_argument("--at-once", type=int, default=1, help="servers at a time, on ports one after the other")
     parser.add_argument("--port", type=int, default=served.Bench.port, help="loopback port of the server")
     parser.add_argument("--memory", type=float, default=served.Bench.memory, help="share of the GPU's memory")
     parser.add_argument("--dummy-weights", action="store_true", help="random weights: to try the script out")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One server's work, and the seconds that it is taken to need at most."""
+
+    name: str
+    expected_s: float
+    run: Callable[[served.Bench], str]
+    """Does it on a bench with a port of its own; returns what came of it in one line."""
+
+
+def run(jobs: Sequence[Job], bench: served.Bench, at_once: int, budget_s: float) -> None:
+    """Run jobs in their order, so many at a time, but none that would probably end behind the budget."""
+    deadline = time.monotonic() + budget_s
+    ports: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(at_once):
+        ports.put(bench.port + number)
+
+    def one(job: Job) -> None:
+        port = ports.get()
+        try:
+            if time.monotonic() + job.expected_s > deadline:
+                print(f"{job.name}: left, within the budget", flush=True)
+                return
+            print(f"{job.name} ...", flush=True)
+            print(f"{job.name}: {job.run(replace(bench, port=port))}", flush=True)
+        finally:
+            ports.put(port)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for done in [pool.submit(one, job) for job in jobs]:
+            done.result()
 
 
 def bench(options: argparse.Namespace) -> served.Bench:
@@ -46,9 +86,14 @@ def bench(options: argparse.Namespace) -> served.Bench:
 
 
 def stop_cleanly() -> None:
-    """Have SIGTERM and SIGINT end this program through its `finally` blocks, which stop the server."""
+    """Have SIGTERM and SIGINT end the servers and this program."""
+
+    def end(number: int, frame: object) -> None:
+        served.stop_all()
+        os._exit(128 + number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        signal.signal(number, end)
 
 
 def read(path: Path, schema: int) -> dict[str, Any]:

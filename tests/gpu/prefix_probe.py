@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Probe whether prefix caching together with MTP corrupts a hybrid model, which vLLM up to 0.28 did after hours.
 
-    python3 tests/gpu/prefix_probe.py --results tests/gpu/results/prefix_probe.json             # four boots, 4 minutes
-    python3 tests/gpu/prefix_probe.py --only soak --soak-s 600 --memory 0.1 --port 8766 &       # beside other work
+    python3 tests/gpu/prefix_probe.py --at-once 4 --results tests/gpu/results/prefix_probe.json
+    python3 tests/gpu/prefix_probe.py --only soak --soak-s 600 --memory 0.1 --port 8790 &       # beside other work
 
 Needs one NVIDIA GPU, vLLM 0.33.0 importable, and the reference model.  Prefix caching on and off, MTP on and off: the
 same requests with shared prefixes, cold, warm, and several at once, each compared token by token with the run that has
@@ -17,7 +17,6 @@ import argparse
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -73,7 +72,7 @@ class Case:
 
 REFERENCE = Case(False, False)
 HAZARD = Case(True, True)
-CASES = (REFERENCE, Case(True, False), Case(False, True), HAZARD)
+CASES = (REFERENCE, HAZARD, Case(True, False), Case(False, True))
 
 
 def main(arguments: Sequence[str] | None = None, serve: Serve = served) -> int:
@@ -84,24 +83,25 @@ def main(arguments: Sequence[str] | None = None, serve: Serve = served) -> int:
         print("\n".join([*(case.id for case in CASES), SOAK]))
         return 0
     bench = measured.bench(options)
-    results = measured.read(options.results, SCHEMA)
     host = measured.host(bench.engine, bench.model)
-    deadline = time.monotonic() + options.budget_s
-    for name in names:
-        done = name in results["cases"] and "error" not in results["cases"][name]
-        if done or (options.only is not None and options.only not in name):
-            continue
-        expected_s = EXPECTED_S[bench.engine] + (options.soak_s if name == SOAK else 0)
-        if time.monotonic() + expected_s > deadline:
-            print("stopping within the budget")
-            break
-        print(f"{name} ...", flush=True)
 
-        keep = partial(_keep, options.results, name, host)
-        execute(name, options, bench, serve, keep)
-        results = measured.read(options.results, SCHEMA)
-        print(f"    {line(results['cases'][name], against_reference(results['cases']).get(name))}", flush=True)
-    return status(results, names)
+    def run(name: str, bench: Bench) -> str:
+        execute(name, options, bench, serve, partial(_keep, options.results, name, host))
+        cases = measured.read(options.results, SCHEMA)["cases"]
+        return line(cases[name], against_reference(cases).get(name))
+
+    cases = measured.read(options.results, SCHEMA)["cases"]
+    left = [
+        name
+        for name in names
+        if (name not in cases or "error" in cases[name]) and (options.only is None or options.only in name)
+    ]
+    jobs = [
+        measured.Job(name, EXPECTED_S[bench.engine] + (options.soak_s if name == SOAK else 0), partial(run, name))
+        for name in left
+    ]
+    measured.run(jobs, bench, options.at_once, options.budget_s)
+    return status(measured.read(options.results, SCHEMA), names)
 
 
 def _keep(path: Path, name: str, host: Mapping[str, str], entry: Mapping[str, Any]) -> None:
@@ -112,7 +112,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results file, which is gone on with")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "prefix-probe", help="logs")
-    parser.add_argument("--budget-s", type=float, default=3600, help="start nothing that would end later")
     parser.add_argument("--only", help="run only what has this in its name")
     parser.add_argument("--list", action="store_true", help="print the names of all parts and stop")
     parser.add_argument("--soak-s", type=float, default=0, help="seconds of the soak; 0: none")
@@ -230,7 +229,8 @@ def soak(target: Target, server: Server, options: argparse.Namespace, entry: Map
     texts = [prefix.prefix_text(target, rng, tokens) for tokens in PREFIX_TOKENS]
     before = server.metrics()
     load = agents.Agents(target, texts, f"{SEED} agents", agents=options.agents, interval_s=INTERVAL_S)
-    load.run(options.soak_s, lambda so_far: keep({**entry, "asked_s": options.soak_s, "soak": so_far.document()}))
+    begun = {**entry, "asked_s": options.soak_s, "error": "the soak is under way"}
+    load.run(options.soak_s, lambda so_far: keep({**begun, "soak": so_far.document()}))
     after = server.metrics() if load.soak.ended is None else before
     keep(
         {

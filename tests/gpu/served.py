@@ -31,7 +31,10 @@ MAX_SEQS = 8
 CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
 BOOT_TIMEOUT_S = 240.0
 STOP_S = 15.0
+_LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+_running: dict[int, subprocess.Popen[bytes]] = {}
+"""Servers that this program has started and not stopped, by process id."""
 
 Engine = Literal["gpu", "cpu"]
 
@@ -204,6 +207,7 @@ def served(setup: Setup, bench: Bench, work: Path) -> Iterator[Server]:
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
+    _running[process.pid] = process
     try:
         url = f"http://127.0.0.1:{bench.port}"
         _wait(process, url, started, log)
@@ -212,8 +216,15 @@ def served(setup: Setup, bench: Bench, work: Path) -> Iterator[Server]:
         stop(process)
 
 
+def stop_all() -> None:
+    """End every server that runs."""
+    for process in list(_running.values()):
+        stop(process)
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a server and all of its processes."""
+    _running.pop(process.pid, None)
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -246,7 +257,7 @@ def acceptance_length(before: Mapping[str, float], after: Mapping[str, float]) -
 
 def _end_with_parent() -> None:
     """Have the kernel end the server when this program is killed: it is in a session of its own."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, started: float, log: Path) -> None:

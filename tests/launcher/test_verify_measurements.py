@@ -137,6 +137,12 @@ def test_what_is_in_the_file_is_not_run_again_and_what_broke_is(tmp_path: Path) 
     assert len(booted) == len(headline.CASES)
 
 
+def test_a_case_that_ends_behind_its_first_batch_is_kept_and_run_again(tmp_path: Path) -> None:
+    first, last = headline.execute(headline.CASES[0], Bench(), tmp_path, serve())
+    assert (first["error"], list(first["batches"])) == ("ended behind batch 1", ["1"])
+    assert ("error" in last, list(last["batches"])) == (False, ["1", "8"])
+
+
 def test_no_case_is_started_that_would_end_behind_the_budget(tmp_path: Path) -> None:
     booted: list[Setup] = []
     options = ["--results", str(tmp_path / "r.json"), "--work", str(tmp_path), "--budget-s", "10"]
@@ -145,7 +151,8 @@ def test_no_case_is_started_that_would_end_behind_the_budget(tmp_path: Path) -> 
 
 
 def test_a_server_that_is_not_the_cases_is_refused() -> None:
-    fixed, stock = headline.CASES[1], headline.CASES[2]
+    cases = {case.id: case for case in headline.CASES}
+    fixed, stock = cases["graft-k8v4"], cases["stock-k8v4"]
     bench = Bench()
     right = {"fixes": {"tq-spec-decode": ["applied"]}, "cudagraph_mode": "FULL_DECODE_ONLY"}
     assert headline.unlike(fixed, bench, right) == []
@@ -161,7 +168,7 @@ def test_caching_that_changes_replies_fails_the_comparison(tmp_path: Path) -> No
         return said
 
     results = tmp_path / "r.json"
-    options = ["--results", str(results), "--work", str(tmp_path)]
+    options = ["--results", str(results), "--work", str(tmp_path), "--at-once", "3"]
     assert prefix_probe.main(options, serve()) == 0
     results.unlink()
     assert prefix_probe.main(options, serve(spoil)) == 1
