@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,6 +96,9 @@ def verify(
     live = Live(err if as_json else out)
     with Connection(service.url, api_key=service.api_key) as connection:
         target = target_of(connection, service.model)
+        if service.plan is not None:
+            # What stands before it may not say so.
+            target.served = replace(target.served, owner="vllm")
         settings = _settings(service, target.served, quick, context, replies, concurrency, seed)
         other = service_named(against, target.served.name, against_key_file) if against else None
         reference = _reference(service, other, target.served.name, restart, live)
@@ -152,7 +155,6 @@ def _settings(
     seed: int | None,
 ) -> "Settings":
     import random
-    from dataclasses import replace
 
     from launcher.measure import verify
 

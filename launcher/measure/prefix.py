@@ -41,7 +41,7 @@ def probe(
     concurrency: int = 1,
     on_done: Callable[[int, int], None],
 ) -> PrefixReport:
-    """Ask each kind once without a cached prefix, then each `repeats` times with one.
+    """Ask each kind once, the first of all without a cached prefix, then again until each was asked `repeats` times.
 
     Args:
         target: the service.
