@@ -1,5 +1,8 @@
-"""Commands that keep a service serving, and say what is wrong: doctor, report, watch."""
+"""Commands that keep a service serving, and say what is wrong: doctor, report, watch, systemd."""
 
+import getpass
+import os
+import sys
 import time
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +18,7 @@ from launcher.cli.base import (
     ProfileArgument,
     ProfileOption,
     RuntimeOption,
+    chosen,
     err,
     out,
     print_json,
@@ -93,16 +97,37 @@ def watch(
     from launcher.views import operating_lines
     from launcher.watching import follow
 
-    chosen = name or profile or running_name(None)
-    state = ServiceState.of(chosen)
+    watched = name or profile or running_name(None)
+    state = ServiceState.of(watched)
     status = follow.status_of(state)
     if not as_json:
         said = operating_lines(status, time.time()) or ["As planned."]
-        out.print(f"{chosen}: {status.phase}. {' '.join(said)}", markup=False)
+        out.print(f"{watched}: {status.phase}. {' '.join(said)}", markup=False)
     for one in follow.last_events(state, last):
         _say_event(one, as_json)
     for one in () if once else follow.events_from_now(state):
         _say_event(one, as_json)
+
+
+@app.command()
+def systemd(
+    name: ProfileArgument = None,
+    profile: ProfileOption = None,
+    profiles: FolderOption = None,
+    system: Annotated[bool, typer.Option("--system", help="A unit of the system, not of your own systemd.")] = False,
+) -> None:
+    """Print a systemd unit that starts the service with the machine."""
+    from launcher.systemd import unit_of
+
+    chosen_name = chosen(Options(name or profile, None, profiles)).name
+    program = Path(sys.executable).with_name("graft")
+    unit = unit_of(chosen_name, str(program), os.environ, getpass.getuser() if system else None)
+    out.print(unit, end="", markup=False, soft_wrap=True)
+    file = f"graft-{chosen_name}.service"
+    folder = "/etc/systemd/system" if system else "~/.config/systemd/user"
+    ctl = "sudo systemctl" if system else "systemctl --user"
+    note = f"Save it as {folder}/{file}, then: {ctl} daemon-reload && {ctl} enable --now {file}"
+    err.print(note if system else f"{note}; `loginctl enable-linger` lets it run without a login", markup=False)
 
 
 def _say_event(one: "Event", as_json: bool) -> None:
