@@ -90,14 +90,14 @@ class Target:
 
     def raw_text(self, answer: Answer) -> str:
         """Return what the model wrote before any parser where the server can tell, else the reply as it came."""
-        if answer.token_ids and self._has_tokenize:
-            try:
-                body = {"model": self.served.name, "tokens": list(answer.token_ids)}
-                return str(self.connection.post("/detokenize", body)["prompt"])
-            except AskFailed as error:
-                if error.status not in _NO_SUCH_ROUTE:
-                    raise
-        return as_received(answer)
+        if not (answer.token_ids and self._has_tokenize):
+            return as_received(answer)
+        try:
+            body = {"model": self.served.name, "tokens": list(answer.token_ids)}
+            return str(self.connection.post("/detokenize", body)["prompt"])
+        except AskFailed:
+            # A server that cannot tell, or no longer can, gave the reply all the same.
+            return as_received(answer)
 
 
 def as_received(answer: Answer) -> str:
