@@ -5,6 +5,7 @@ import random
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,17 @@ from reference_config import WEIGHTS
 
 from launcher import render
 from launcher.ask import Connection
+from launcher.canary import canary_of
 from launcher.engine_env import ENGINE, is_installed
 from launcher.images.pins import load_pins
-from launcher.measure import judge
+from launcher.measure import judge, verify
 from launcher.measure.dialogues import KINDS, tasks
 from launcher.measure.needles import needle
 from launcher.measure.target import Target
 from launcher.planner import Inputs, make
 from launcher.prepare import model_on_disk
 from launcher.profile import load_model, load_profile
-from launcher.ready import LogLine, Ready, follow
+from launcher.ready import CanaryAsked, LogLine, Ready, follow
 from launcher.runtime.host import start
 from launcher.state import ServiceState
 from tests.engine.conftest import free_port
@@ -47,8 +49,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         (state.root / file).write_text(text, encoding="utf-8")
     service = start(plan, WEIGHTS, state, ENGINE.vllm)
     try:
-        last = [event for event in follow(service, plan.served_name) if not isinstance(event, LogLine)][-1]
+        events = follow(service, plan.served_name, canary=canary_of(plan))
+        *_, called, last = (event for event in events if not isinstance(event, LogLine))
         assert isinstance(last, Ready), last
+        assert called == CanaryAsked("a tool call, whole and streamed")
         with Connection(service.base_url) as connection:
             yield Target(connection, connection.models()[0])
     finally:
@@ -74,6 +78,21 @@ def test_it_finds_a_needle(target: Target, chars: int) -> None:
     for depth in DEPTHS:
         task = needle(random.Random(f"{chars} {depth}"), chars, depth, "held-out")
         assert judge.number_fault(task, target.ask(task)) is None
+
+
+def test_it_passes_the_quick_verification(target: Target) -> None:
+    settings = replace(verify.quick(1, 4096), prefix_tokens=1200, concurrency=2)
+    report = verify.verify(target, settings, Silent())
+    assert report.passed, report.failures
+    assert [one.passed for one in report.checks] == [True, True, True, True, None]
+
+
+class Silent:
+    """Where the verification's progress goes."""
+
+    def phase(self, name: str) -> None: ...
+
+    def progress(self, done: float, total: float, unit: str, detail: str = "") -> None: ...
 
 
 def run(program: str) -> dict[str, float]:
