@@ -61,13 +61,21 @@ class Case:
         how = f"n{at.block_tokens} w{at.num_warps} s{at.num_stages}"
         how += f" {'hw' if at.hardware_fp8 else 'sw'}{f' {at.fetch}' if at.fetch else ''}"
         limit = f" r{at.max_registers}" if at.max_registers else ""
+        limit += " reload" if at.reload_queries else ""
         return f"{kind} {how}{limit} p{self.page}"
 
 
 def launch(
-    tokens: int, warps: int, stages: int, *, fp8: bool = False, fetch: str | None = None, registers: int | None = None
+    tokens: int,
+    warps: int,
+    stages: int,
+    *,
+    fp8: bool = False,
+    fetch: str | None = None,
+    registers: int | None = None,
+    reload: bool = False,
 ) -> Launch:
-    return Launch(tokens, warps, stages, 2, 1, fp8, fetch, registers, "measured")
+    return Launch(tokens, warps, stages, 2, 1, fp8, fetch, registers, reload, "measured")
 
 
 VARIANTS = {
@@ -87,22 +95,23 @@ VARIANTS = {
         *(launch(64, 4, 1, fetch=level, registers=168) for level in ("L1", "L2")),
         *(launch(64, 8, 1, fetch=level, registers=128) for level in ("L1", "L2")),
         launch(32, 4, 1, fetch="L2", registers=168),
-        launch(32, 4, 1, fetch="L2", registers=128),
+        launch(64, 4, 1, fetch="L2", reload=True),
+        launch(64, 4, 1, fetch="L2", registers=168, reload=True),
     ],
     ("turboquant_4bit_nc", 4): [
         *(launch(*at, 1, fetch=level) for at in ((64, 4), (64, 8), (32, 4)) for level in ("L1", "L2")),
-        launch(128, 8, 1, fetch="L2"),
+        *(launch(*at, 1, fetch="L2", reload=True) for at in ((64, 4), (64, 8), (32, 4), (128, 8))),
     ],
     ("turboquant_k3v4_nc", 1): [
         *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 2))),
         launch(64, 4, 1, fetch="L2", registers=168),
     ],
-    ("turboquant_k3v4_nc", 4): [launch(*at, 1, fetch="L2") for at in ((64, 8), (64, 4), (32, 4))],
+    ("turboquant_k3v4_nc", 4): [launch(*at, 1, fetch="L2", reload=True) for at in ((64, 8), (64, 4), (32, 4))],
     ("turboquant_3bit_nc", 1): [
         *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (32, 2))),
         launch(64, 4, 1, fetch="L2", registers=168),
     ],
-    ("turboquant_3bit_nc", 4): [launch(*at, 1, fetch="L2") for at in ((64, 8), (64, 4), (32, 4))],
+    ("turboquant_3bit_nc", 4): [launch(*at, 1, fetch="L2", reload=True) for at in ((64, 8), (64, 4), (32, 4))],
 }
 
 
@@ -122,8 +131,8 @@ def checked_cases() -> list[Case]:
         fp8 = preset == "turboquant_k8v4"
         shapes = [(256, 16, 1, 8, 16), (128, 8, 2, 1, 128), (128, 4, 2, 8, 32), (64, 1, 3, 1, 16), (64, 7, 2, 2, 64)]
         for head_size, group, kv_heads, queries, page in [*shapes, *([(96, 3, 2, 4, 32)] if fp8 else [])]:
-            warps = 8 if group * queries > 64 else 4
-            at = launch(32, warps, 2, fp8=fp8, fetch=None if fp8 else "L2")
+            warps = 8 if group * queries > 32 else 4
+            at = launch(32, warps, 2, fp8=fp8, fetch=None if fp8 else "L2", reload=not fp8)
             cases.append(Case(preset, head_size, group, kv_heads, queries, page, "float16", at))
     return cases
 

@@ -1,9 +1,9 @@
 """Decode and verify attention over TurboQuant's packed KV: one kernel reads each packed byte once, a second one merges.
 
 A unit of work is one request and one KV head: all query heads of the head and all rows of a verify step are the rows of
-one tensor-core tile.  The tiles of tokens of all units form one list, which a fixed number of programs share evenly:
-the grid depends on the device alone, the lengths are read on the device, so a CUDA graph captured at one set of lengths
-serves any other, and an empty request costs nothing.
+one tensor-core tile, 32 at most.  The tiles of tokens of all units form one list, which a fixed number of programs
+share evenly: the grid depends on the device alone, the lengths are read on the device, so a CUDA graph captured at one set of
+lengths serves any other, and an empty request costs nothing.
 
 Dequantization is folded into the two products:
 - an e4m3 byte becomes fp16 by a shift (`layout.E4M3_IN_FP16`), which every architecture can do;
@@ -196,6 +196,21 @@ def _centroid(words, plane: tl.constexpr, BITS: tl.constexpr, CODEBOOK: tl.const
 
 
 @triton.jit
+def _anew(x, tile, RELOAD: tl.constexpr):
+    """x again, as if it depended on the tile: then the product's operand is not kept in registers over all tiles."""
+    if RELOAD:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;",
+            "=r,r,r",
+            [x, tl.full(x.shape, 0, tl.int16) + tile.to(tl.int16)],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    return x
+
+
+@triton.jit
 def _pair_rows(low, high):
     """[W, N] and [W, N] as [2 W, N], alternating."""
     return tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [2 * low.shape[0], low.shape[1]])
@@ -314,8 +329,8 @@ def _attend(
     block_table,  # [R, W] int32
     seq_lens,  # [R] int32
     query_start,  # [R + 1] int32
-    partial,  # [programs + R * HK, ROWS, D] fp32, dimensions by plane
-    stats,  # [programs + R * HK, 2, ROWS] fp32: maximum in base 2, sum
+    partial,  # [programs + R * HK * BLOCKS, BLOCK_ROWS, D] fp32, dimensions by plane
+    stats,  # [programs + R * HK * BLOCKS, 2, BLOCK_ROWS] fp32: maximum in base 2, sum
     num_requests,
     programs,
     min_tiles,
@@ -328,7 +343,8 @@ def _attend(
     STRIDE_HEAD: tl.constexpr,
     HK: tl.constexpr,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -342,6 +358,7 @@ def _attend(
     CODEBOOK: tl.constexpr,
     LOOKUP: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    RELOAD: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     FETCH: tl.constexpr,
     FP8_UNIT: tl.constexpr,
@@ -352,7 +369,7 @@ def _attend(
     QUARTER: tl.constexpr = BLOCK_D // 4
     m = tl.arange(0, M)
     n = tl.arange(0, N)
-    ends = _tiles_before(seq_lens, query_start, num_requests, BLOCK_R, N) * HK
+    ends = _tiles_before(seq_lens, query_start, num_requests, BLOCK_R, N) * (HK * BLOCKS)
     total = tl.max(ends, 0)
     share = _tiles_per_program(total, programs, min_tiles)
     place = pid * share
@@ -364,40 +381,42 @@ def _attend(
         first_query = tl.load(query_start + request)
         queries = tl.load(query_start + request + 1) - first_query
         tiles = (length + N - 1) // N
-        head = (place - begin) // tiles
-        first_tile = place - begin - head * tiles
+        unit = (place - begin) // tiles
+        first_tile = place - begin - unit * tiles
         last_tile = tl.minimum(first_tile + stop - place, tiles)
 
         # ---- the rows: query heads of each verified token; row limits are causal ----
-        row_there = m < queries * GROUP
-        limit = length - queries + 1 + m // GROUP
+        head = unit // BLOCKS
+        row = unit % BLOCKS * BLOCK_ROWS + m
+        row_there = (m < BLOCK_ROWS) & (row < queries * GROUP)
+        limit = length - queries + 1 + row // GROUP
         row_query = (
-            query + (first_query + m // GROUP) * stride_query_token + (head * GROUP + m % GROUP) * stride_query_head
+            query + (first_query + row // GROUP) * stride_query_token + (head * GROUP + row % GROUP) * stride_query_head
         )
         if KEY_BITS == 8:
             if HARDWARE_FP8:
                 d = tl.arange(0, BLOCK_D)
                 q = tl.load(row_query[:, None] + d[None, :], mask=row_there[:, None] & (d < D)[None, :], other=0.0)
-                q, unit = _to_fp16(q.to(tl.float32))
+                q, size = _to_fp16(q.to(tl.float32))
             else:
                 d = tl.arange(0, BLOCK_D // 2)
                 there = row_there[:, None] & (d < D // 2)[None, :]
                 q0 = tl.load(row_query[:, None] + 2 * d[None, :], mask=there, other=0.0).to(tl.float32)
                 q1 = tl.load(row_query[:, None] + 2 * d[None, :] + 1, mask=there, other=0.0).to(tl.float32)
-                unit = _power_of_two(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)))
-                q0 = (q0 * (1.0 / unit)[:, None]).to(tl.float16)
-                q1 = (q1 * (1.0 / unit)[:, None]).to(tl.float16)
+                size = _power_of_two(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)))
+                q0 = (q0 * (1.0 / size)[:, None]).to(tl.float16)
+                q1 = (q1 * (1.0 / size)[:, None]).to(tl.float16)
         else:
             d = tl.arange(0, D)
             q = tl.load(row_query[:, None] + d[None, :], mask=row_there[:, None], other=0.0)
-            q, unit = _to_fp16(q.to(tl.float32))
+            q, size = _to_fp16(q.to(tl.float32))
             rotated, again = _to_fp16(_rotate(q, M, D))
-            unit = unit * again
+            size = size * again
             even, odd = tl.split(tl.reshape(rotated, [M, D // 4, 2, 2]))
             q0, q2 = tl.split(even)
             q1, q3 = tl.split(odd)
             ones = tl.full([M, QUARTER], 1.0, tl.float16)
-        row_scale = unit * scale_log2
+        row_scale = size * scale_log2
 
         # ---- the tiles ----
         a0 = tl.zeros([M, QUARTER], tl.float32)
@@ -449,10 +468,10 @@ def _attend(
                     k1 = _pair_rows(k1, k5)
                     k2 = _pair_rows(k2, k6)
                     k3 = _pair_rows(k3, k7)
-                scores = tl.dot(q0, k0)
-                scores = tl.dot(q1, k1, scores)
-                scores = tl.dot(q2, k2, scores)
-                scores = tl.dot(q3, k3, scores)
+                scores = tl.dot(_anew(q0, tile, RELOAD), k0)
+                scores = tl.dot(_anew(q1, tile, RELOAD), k1, scores)
+                scores = tl.dot(_anew(q2, tile, RELOAD), k2, scores)
+                scores = tl.dot(_anew(q3, tile, RELOAD), k3, scores)
                 square = tl.dot(ones, k0 * k0)  # the tensor cores sum what needs no rows
                 square = tl.dot(ones, k1 * k1, square)
                 square = tl.dot(ones, k2 * k2, square)
@@ -488,17 +507,17 @@ def _attend(
             a3 = tl.dot(weights, v3, a3 * fade[:, None])
 
         # ---- the partial result ----
-        slot = (pid + request * HK + head).to(tl.int64)
+        slot = (pid + request * (HK * BLOCKS) + unit).to(tl.int64)
         quarter = tl.arange(0, QUARTER)
-        where = partial + (slot * ROWS + m[:, None]) * D + quarter[None, :]
-        there = (m < ROWS)[:, None] & (quarter < D // 4)[None, :]
-        unit = scale_peak / _WEIGHT_RANGE
-        tl.store(where, a0 * unit + zeros[:, None], mask=there)
-        tl.store(where + D // 4, a1 * unit + zeros[:, None], mask=there)
-        tl.store(where + D // 4 * 2, a2 * unit + zeros[:, None], mask=there)
-        tl.store(where + D // 4 * 3, a3 * unit + zeros[:, None], mask=there)
-        tl.store(stats + slot * (2 * ROWS) + m, peak, mask=m < ROWS)
-        tl.store(stats + slot * (2 * ROWS) + ROWS + m, weight_sum, mask=m < ROWS)
+        where = partial + (slot * BLOCK_ROWS + m[:, None]) * D + quarter[None, :]
+        there = (m < BLOCK_ROWS)[:, None] & (quarter < D // 4)[None, :]
+        size = scale_peak / _WEIGHT_RANGE
+        tl.store(where, a0 * size + zeros[:, None], mask=there)
+        tl.store(where + D // 4, a1 * size + zeros[:, None], mask=there)
+        tl.store(where + D // 4 * 2, a2 * size + zeros[:, None], mask=there)
+        tl.store(where + D // 4 * 3, a3 * size + zeros[:, None], mask=there)
+        tl.store(stats + slot * (2 * BLOCK_ROWS) + m, peak, mask=m < BLOCK_ROWS)
+        tl.store(stats + slot * (2 * BLOCK_ROWS) + BLOCK_ROWS + m, weight_sum, mask=m < BLOCK_ROWS)
         place += last_tile - first_tile
 
 
@@ -518,6 +537,8 @@ def _merge(
     HK: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -538,15 +559,15 @@ def _merge(
     if row_token < queries:
         ends = _tiles_before(seq_lens, query_start, num_requests, BLOCK_R, N)
         r = tl.arange(0, BLOCK_R)
-        share = _tiles_per_program(tl.max(ends, 0) * HK, programs, min_tiles)
+        share = _tiles_per_program(tl.max(ends, 0) * (HK * BLOCKS), programs, min_tiles)
         tiles = (tl.load(seq_lens + request) + N - 1) // N
-        head = query_head // GROUP
-        begin = tl.max(tl.where(r < request, ends, 0), 0) * HK + head * tiles
+        row = row_token * GROUP + query_head % GROUP
+        unit = query_head // GROUP * BLOCKS + row // BLOCK_ROWS
+        row = row % BLOCK_ROWS
+        begin = tl.max(tl.where(r < request, ends, 0), 0) * (HK * BLOCKS) + unit * tiles
         first = begin // share
         last = (begin + tiles - 1) // share
-        slots = request * HK + head
-        row = row_token * GROUP + query_head % GROUP
-        ROWS: tl.constexpr = QUERIES * GROUP
+        slots = request * (HK * BLOCKS) + unit
         peak = -float("inf")
         weight_sum = 0.0
         total = tl.zeros([triton.next_power_of_2(D)], tl.float32)
@@ -555,10 +576,10 @@ def _merge(
                 program = start + tl.arange(0, BLOCK_S)
                 part = program <= last
                 slot = (slots + program).to(tl.int64)
-                peaks = tl.load(stats + slot * (2 * ROWS) + row, mask=part, other=-float("inf"))
-                sums = tl.load(stats + slot * (2 * ROWS) + ROWS + row, mask=part, other=0.0)
+                peaks = tl.load(stats + slot * (2 * BLOCK_ROWS) + row, mask=part, other=-float("inf"))
+                sums = tl.load(stats + slot * (2 * BLOCK_ROWS) + BLOCK_ROWS + row, mask=part, other=0.0)
                 parts = tl.load(
-                    partial + (slot * ROWS + row)[:, None] * D + d[None, :],
+                    partial + (slot * BLOCK_ROWS + row)[:, None] * D + d[None, :],
                     mask=part[:, None] & (d < D)[None, :],
                     other=0.0,
                 )
@@ -579,7 +600,9 @@ _COMPILED = isinstance(_attend, triton.JITFunction)
 """Triton's interpreter knows no instructions: it computes the same numbers by other ways."""
 HEAD_SIZES = (64, 96, 128, 256)
 MAX_ROWS = 128
-"""Query heads of a KV head times tokens of a verify step: the accumulators of more do not fit the registers."""
+"""Query heads of a KV head times tokens of a verify step that are tested; a longer chunk is a prefill's."""
+_BLOCK_ROWS = 32
+"""Rows of one unit: operands and accumulators of more spill, so more rows are more units that read the same tokens."""
 _MERGE_BLOCK = 16
 
 
@@ -642,9 +665,15 @@ def num_programs(device: torch.device | str, launch: Launch) -> int:
 def workspace_floats(
     *, programs: int, num_requests: int, num_heads: int, num_kv_heads: int, max_query_len: int, head_size: int
 ) -> int:
-    """fp32 numbers that a call needs: a partial result for each program and for each request's KV head."""
-    rows = num_heads // num_kv_heads * max_query_len
-    return (programs + num_requests * num_kv_heads) * rows * (head_size + 2)
+    """fp32 numbers that a call needs: a partial result for each program and for each unit of each request."""
+    blocks, block_rows = _row_blocks(num_heads // num_kv_heads * max_query_len)
+    return (programs + num_requests * num_kv_heads * blocks) * block_rows * (head_size + 2)
+
+
+def _row_blocks(rows: int) -> tuple[int, int]:
+    """How many blocks the rows of a KV head make, and the rows of one."""
+    blocks = -(-rows // _BLOCK_ROWS)
+    return blocks, rows if blocks == 1 else _BLOCK_ROWS
 
 
 def verify_attention(
@@ -674,17 +703,24 @@ def verify_attention(
     num_requests = seq_lens.shape[0]
     _, page_tokens, num_kv_heads, _ = kv_cache.shape
     group = num_heads // num_kv_heads
-    rows = group * max_query_len
-    units = workspace.programs + num_requests * num_kv_heads
+    blocks, block_rows = _row_blocks(group * max_query_len)
     partial = workspace.partial
-    stats = partial[units * rows * head_size :]
+    stats = partial[(workspace.programs + num_requests * num_kv_heads * blocks) * block_rows * head_size :]
     cache = kv_cache.view(torch.uint16)
     block_requests = max(16, triton.next_power_of_2(num_requests))
     if not layout.key_is_fp8:
         if codebook is None:
             raise ValueError(f"codebook: {layout.preset.name} needs the one of prepare_codebook")
         scale = scale / math.sqrt(head_size)
-    common = {"HK": num_kv_heads, "GROUP": group, "D": head_size, "N": launch.block_tokens, "BLOCK_R": block_requests}
+    common = {
+        "HK": num_kv_heads,
+        "GROUP": group,
+        "BLOCKS": blocks,
+        "BLOCK_ROWS": block_rows,
+        "D": head_size,
+        "N": launch.block_tokens,
+        "BLOCK_R": block_requests,
+    }
     _attend[(workspace.programs,)](
         query,
         cache,
@@ -703,8 +739,7 @@ def verify_attention(
         STRIDE_PAGE=cache.stride(0),
         STRIDE_TOKEN=cache.stride(1),
         STRIDE_HEAD=cache.stride(2),
-        ROWS=rows,
-        M=max(16, triton.next_power_of_2(rows)),
+        M=max(16, triton.next_power_of_2(block_rows)),
         PAGE=page_tokens,
         KEY_BITS=layout.preset.key_bits,
         VALUE_BITS=layout.preset.value_bits,
@@ -714,6 +749,7 @@ def verify_attention(
         CODEBOOK=codebook.values if codebook else None,
         LOOKUP=codebook.lookup if codebook else None,
         ASSEMBLY=_COMPILED,
+        RELOAD=launch.reload_queries and _COMPILED,
         HARDWARE_FP8=launch.hardware_fp8,
         FETCH=launch.fetch if _COMPILED else None,
         FP8_UNIT=1.0 / E4M3_IN_FP16,

@@ -17,6 +17,7 @@ class Launch:
     hardware_fp8: bool
     fetch: str | None
     max_registers: int | None
+    reload_queries: bool
     reason: str
 
 
@@ -26,4 +27,15 @@ def decode_launch(capability: tuple[int, int], *, key_is_fp8: bool, rows: int, p
     tokens = min(64, page_tokens)
     warps = 8 if rows > 64 else 4
     stages = 3 if key_is_fp8 else 1
-    return Launch(tokens, warps, stages, 2, 2, hardware_fp8, None if key_is_fp8 else "L2", None, "before tuning")
+    return Launch(
+        tokens,
+        warps,
+        stages,
+        2,
+        2,
+        hardware_fp8,
+        None if key_is_fp8 else "L2",
+        None,
+        not key_is_fp8 and rows > 16,
+        "before tuning",
+    )
