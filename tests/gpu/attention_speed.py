@@ -1,0 +1,442 @@
+#!/usr/bin/env python3
+"""Time and check attention over TurboQuant's packed KV: vLLM's kernel, Graft's, and FlashAttention 2 on bfloat16 KV.
+
+    python3 tests/gpu/attention_speed.py --results tests/gpu/results/attention_speed.json
+
+vLLM 0.33.0 must be importable.  One attention call of Qwen3.6-27B (24 query heads, 4 KV heads of 256) is captured in a
+CUDA graph and replayed after a write larger than the L2 cache; its time includes every kernel of the call, the rotation
+of queries too.  vLLM's kernel verifies k rows as k decodes, the way of its own code.  Both read the same cache, and
+their errors are those of the same inputs against FP32 attention, over the original and over the decoded keys and values.
+The exit status is 0 when no shape is slower than vLLM's kernel and no error larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
+
+import torch
+from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
+from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
+from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
+from vllm_graft.attention.kernels import decode, store_reference
+from vllm_graft.attention.kernels.codebook import Codebook, prepare_codebook
+from vllm_graft.attention.kernels.launch import decode_launch
+from vllm_graft.attention.kernels.layout import PRESETS, SlotLayout, slot_layout
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, KV_HEADS, HEAD_SIZE, PAGE = 24, 4, 256, 64
+SCALE = HEAD_SIZE**-0.5
+STOCK_SPLITS = 32  # vLLM's default of tq_max_kv_splits_for_cuda_graph
+SHAPES = (
+    *((1, length) for length in (128, 1024, 8192, 32768, 131072, 262144)),
+    *((8, length) for length in (128, 8192, 32768)),
+    *((32, length) for length in (128, 4096)),
+)
+QUERIES = (1, 4)
+TARGETS_US = {"1x32768": 70.0, "1x131072": 160.0, "1x262144": 300.0, "8x32768": 280.0}
+"""Of a k8v4 decode on one H200."""
+VERIFY_TARGET = 1.4
+"""Verifying 4 rows, in times of one decode."""
+FOUR_BIT_TARGET = 1.3
+"""A 4bit_nc decode, in times of a k8v4 decode."""
+LARGER_ERROR = 1.005
+"""Errors are those of random inputs: a ratio above this is larger."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """One batch: all requests have the same length and the same number of queries."""
+
+    layout: SlotLayout
+    query: torch.Tensor
+    cache: torch.Tensor
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+
+    @property
+    def queries(self) -> int:
+        return int(self.query.shape[0] // self.lengths.shape[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """What a preset's keys need besides the cache; the codebook of FP8 keys is None."""
+
+    centroids: torch.Tensor
+    rotation: torch.Tensor
+    codebook: Codebook | None
+
+
+def tables(layout: SlotLayout) -> Tables:
+    centroids = get_centroids(layout.head_size, 4 if layout.key_is_fp8 else layout.preset.key_bits).float()
+    codebook = None if layout.key_is_fp8 else prepare_codebook(centroids)
+    return Tables(centroids.to(DEVICE), store_reference.hadamard(layout.head_size).to(DEVICE), codebook)
+
+
+def batch(layout: SlotLayout, cache: torch.Tensor, requests: int, length: int, queries: int) -> Inputs:
+    """Queries from N(0, 1) over a cache whose pages the requests share out at random."""
+    width = -(-length // PAGE)
+    blocks = torch.randperm(cache.shape[0], device=DEVICE)[: requests * width].reshape(requests, width).int()
+    tokens = requests * queries
+    return Inputs(
+        layout,
+        torch.randn(tokens, HEADS, layout.head_size, device=DEVICE, dtype=torch.bfloat16),
+        cache,
+        blocks,
+        torch.full((requests,), length, dtype=torch.int32, device=DEVICE),
+        torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=DEVICE),
+    )
+
+
+def stock_call(inputs: Inputs, needs: Tables) -> tuple[Callable[[], None], torch.Tensor]:
+    """A call of vLLM's kernel with buffers as its backend keeps them, and its output."""
+    layout, queries = inputs.layout, inputs.queries
+    rows = inputs.query.shape[0]
+    lengths = inputs.lengths.repeat_interleave(queries)
+    lengths = (lengths - queries + 1 + torch.arange(rows, device=DEVICE) % queries).int()
+    blocks = inputs.blocks.repeat_interleave(queries, dim=0)
+    middle = torch.empty(rows, HEADS, STOCK_SPLITS, layout.head_size + 1, device=DEVICE)
+    out = torch.empty_like(inputs.query)
+    sums = torch.empty(rows, HEADS, device=DEVICE)
+
+    def call() -> None:
+        triton_turboquant_decode_attention(
+            inputs.query,
+            inputs.cache,
+            blocks,
+            lengths,
+            needs.rotation,
+            needs.centroids,
+            SCALE,
+            mse_bits=layout.preset.key_bits if not layout.key_is_fp8 else 0,
+            key_packed_size=layout.value_offset,
+            value_quant_bits=layout.preset.value_bits,
+            key_fp8=layout.key_is_fp8,
+            norm_correction=layout.preset.norm_correction,
+            PiT=needs.rotation,
+            mid_o_buf=middle,
+            output_buf=out,
+            lse_buf=sums,
+            max_num_kv_splits=STOCK_SPLITS,
+        )
+
+    return call, out
+
+
+def our_call(inputs: Inputs, needs: Tables) -> tuple[Callable[[], None], torch.Tensor]:
+    """A call of Graft's kernels with the launch of this device, and its output."""
+    layout = inputs.layout
+    requests = inputs.lengths.shape[0]
+    capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (8, 6)
+    how = decode_launch(
+        capability,
+        key_is_fp8=layout.key_is_fp8,
+        rows=HEADS // KV_HEADS * inputs.queries,
+        page_tokens=inputs.cache.shape[1],
+    )
+    programs = decode.num_programs(DEVICE, how) if DEVICE == "cuda" else 5
+    floats = decode.workspace_floats(
+        programs=programs,
+        num_requests=requests,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        max_query_len=inputs.queries,
+        head_size=layout.head_size,
+    )
+    workspace = decode.Workspace(torch.empty(floats, device=DEVICE), programs)
+    out = torch.empty_like(inputs.query)
+
+    def call() -> None:
+        decode.verify_attention(
+            inputs.query,
+            inputs.cache,
+            inputs.blocks,
+            inputs.lengths,
+            inputs.starts,
+            max_query_len=inputs.queries,
+            layout=layout,
+            scale=SCALE,
+            codebook=needs.codebook,
+            workspace=workspace,
+            out=out,
+            launch=how,
+        )
+
+    return call, out
+
+
+def flash_call(inputs: Inputs, keys_values: torch.Tensor) -> Callable[[], None]:
+    """A call of FlashAttention 2 over bfloat16 pages [2, blocks, page, KV heads, D]."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    out = torch.empty_like(inputs.query)
+    longest = int(inputs.lengths.max())
+
+    def call() -> None:
+        flash_attn_varlen_func(
+            inputs.query,
+            keys_values[0],
+            keys_values[1],
+            max_seqlen_q=inputs.queries,
+            cu_seqlens_q=inputs.starts,
+            max_seqlen_k=longest,
+            seqused_k=inputs.lengths,
+            softmax_scale=SCALE,
+            causal=True,
+            block_table=inputs.blocks,
+            out=out,
+            fa_version=2,
+        )
+
+    return call
+
+
+# ---- time ----
+
+
+class Clock:
+    """Times a call by replays of its CUDA graph, each after a write that is larger than the L2 cache."""
+
+    def __init__(self) -> None:
+        self.other = torch.empty(3 * 2**26, dtype=torch.uint8, device=DEVICE)
+
+    def microseconds(self, call: Callable[[], None], repeats: int = 21) -> float:
+        if DEVICE != "cuda":
+            call()
+            return math.nan
+        for _ in range(2):
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for start, stop in events:
+            self.other.zero_()
+            start.record()
+            graph.replay()
+            stop.record()
+        torch.cuda.synchronize()
+        times = sorted(start.elapsed_time(stop) for start, stop in events)
+        return float(round(times[len(times) // 2] * 1000, 1))
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read and written per second by a large copy on the device."""
+    source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    best = math.inf
+    for _ in range(6):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        stop.record()
+        stop.synchronize()
+        best = min(best, start.elapsed_time(stop) / 1000)
+    return float(2 * source.numel() / best)
+
+
+def plausible_cache(layout: SlotLayout, pages: int) -> torch.Tensor:
+    """Random slots whose numbers are finite and of the size that real ones have."""
+    cache = torch.randint(0, 256, (pages, PAGE, KV_HEADS, layout.slot_bytes), dtype=torch.uint8, device=DEVICE)
+    if layout.key_is_fp8:
+        cache[..., : layout.head_size] &= 0xBF  # below 2
+    for offset, low, high in (
+        *(() if layout.key_is_fp8 else ((layout.norm_offset, 10.0, 20.0),)),
+        (layout.scale_offset, 0.2, 0.4),
+        (layout.zero_offset, -3.0, -2.0),
+    ):
+        numbers = torch.rand(pages, PAGE, KV_HEADS, 1, device=DEVICE) * (high - low) + low
+        cache[..., offset : offset + 2] = numbers.half().view(torch.uint8)
+    return cache
+
+
+def time_presets(report: dict[str, Any], shapes: tuple[tuple[int, int], ...]) -> None:
+    clock = Clock()
+    pages = max(requests * -(-length // PAGE) for requests, length in shapes)
+    for preset in PRESETS:
+        layout = slot_layout(preset, HEAD_SIZE)
+        cache = plausible_cache(layout, pages)
+        needs = tables(layout)
+        for (requests, length), queries in itertools.product(shapes, QUERIES):
+            inputs = batch(layout, cache, requests, length, queries)
+            report["times"].append(
+                {
+                    "preset": preset,
+                    "shape": f"{requests}x{length}",
+                    "queries": queries,
+                    "stock_us": clock.microseconds(stock_call(inputs, needs)[0]),
+                    "graft_us": clock.microseconds(our_call(inputs, needs)[0]),
+                    "packed_bytes": requests * length * KV_HEADS * layout.slot_bytes,
+                }
+            )
+    if DEVICE != "cuda":
+        return
+    del cache
+    keys_values = torch.randn(2, pages, PAGE, KV_HEADS, HEAD_SIZE, device=DEVICE, dtype=torch.bfloat16)
+    layout = slot_layout("turboquant_k8v4", HEAD_SIZE)
+    for (requests, length), queries in itertools.product(shapes, QUERIES):
+        inputs = batch(layout, keys_values[0], requests, length, queries)
+        report["flash"].append(
+            {
+                "shape": f"{requests}x{length}",
+                "queries": queries,
+                "flash_us": clock.microseconds(flash_call(inputs, keys_values)),
+                "bytes": requests * length * KV_HEADS * HEAD_SIZE * 4,
+            }
+        )
+
+
+# ---- errors ----
+
+
+def exact(inputs: Inputs, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Causal FP32 attention of one request's last tokens to keys and values [length, Hk, D]."""
+    queries, length = inputs.queries, keys.shape[0]
+    group = HEADS // KV_HEADS
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("qhd,nhd->hqn", inputs.query.float(), keys) * SCALE
+    last = torch.arange(length - queries, length, device=DEVICE)
+    seen = torch.arange(length, device=DEVICE)[None, None, :] <= last[None, :, None]
+    return torch.einsum("hqn,nhd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), values)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def errors(preset: str, key_size: float, length: int, queries: int, seed: int) -> dict[str, Any]:
+    """Errors of both kernels over one cache, written by vLLM's store from keys N(0, key_size) and values N(0, 1)."""
+    torch.manual_seed(seed)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    layout = slot_layout(preset, HEAD_SIZE)
+    needs = tables(layout)
+    pages = -(-length // PAGE)
+    cache = torch.zeros(pages, PAGE, KV_HEADS, layout.slot_bytes, dtype=torch.uint8, device=DEVICE)
+    inputs = batch(layout, cache, 1, length, queries)
+    keys, values = torch.randn(2, length, KV_HEADS, HEAD_SIZE, device=DEVICE, dtype=torch.bfloat16)
+    keys = keys * key_size
+    place = torch.arange(length, device=DEVICE)
+    slots = inputs.blocks[0, place // PAGE].long() * PAGE + place % PAGE
+    triton_turboquant_store(
+        keys,
+        values,
+        cache,
+        slots.int(),
+        needs.rotation,
+        (needs.centroids[1:] + needs.centroids[:-1]) / 2,
+        mse_bits=layout.preset.key_bits if not layout.key_is_fp8 else 0,
+        key_packed_size=layout.value_offset,
+        value_quant_bits=layout.preset.value_bits,
+        key_fp8=layout.key_is_fp8,
+    )
+    packed = cache.flatten(0, 1)[slots].cpu()
+    kept_keys, kept_values = (x.to(DEVICE) for x in store_reference.contents(packed, needs.centroids.cpu(), layout))
+    if not layout.key_is_fp8:
+        kept_keys = kept_keys @ needs.rotation
+    original, decoded = exact(inputs, keys, values), exact(inputs, kept_keys, kept_values)
+    entry: dict[str, Any] = {"preset": preset, "key_size": key_size, "length": length, "queries": queries, "seed": seed}
+    for name, (call, out) in (("stock", stock_call(inputs, needs)), ("graft", our_call(inputs, needs))):
+        out.fill_(math.nan)
+        call()
+        entry[name] = {"to_original": relative(out, original), "to_decoded": relative(out, decoded)}
+    return entry
+
+
+def mean_errors(entries: list[dict[str, Any]], preset: str, against: str) -> dict[str, float]:
+    """The mean over all inputs of a preset, of both kernels."""
+    mine = [entry for entry in entries if entry["preset"] == preset]
+    return {name: sum(entry[name][against] for entry in mine) / len(mine) for name in ("stock", "graft")}
+
+
+# ---- what the results say ----
+
+
+def find(entries: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    return next(entry for entry in entries if all(entry[key] == value for key, value in wanted.items()))
+
+
+def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each target with what was found; the ratio is found / allowed, at most 1 where the target is met."""
+    times = report["times"]
+    decodes = {(e["preset"], e["shape"]): e["graft_us"] for e in times if e["queries"] == 1}
+    found: list[tuple[str, float, float]] = []
+    for shape, allowed in TARGETS_US.items():
+        found.append((f"k8v4 decode {shape}, us", decodes["turboquant_k8v4", shape], allowed))
+        found.append(
+            (
+                f"4bit_nc decode {shape}, times of k8v4",
+                decodes["turboquant_4bit_nc", shape] / decodes["turboquant_k8v4", shape],
+                FOUR_BIT_TARGET,
+            )
+        )
+        for preset in PRESETS:
+            verify = find(times, preset=preset, shape=shape, queries=4)["graft_us"]
+            found.append(
+                (
+                    f"{preset.removeprefix('turboquant_')} verify(4) {shape}, times of its decode",
+                    verify / decodes[preset, shape],
+                    VERIFY_TARGET,
+                )
+            )
+    slowest = max(times, key=lambda e: e["graft_us"] / e["stock_us"])
+    name = f"{slowest['preset'].removeprefix('turboquant_')} {slowest['shape']} q{slowest['queries']}"
+    found.append((f"slowest against stock ({name}), times of stock", slowest["graft_us"] / slowest["stock_us"], 1.0))
+    for preset, against in itertools.product(PRESETS, ("to_original", "to_decoded")):
+        both = mean_errors(report["errors"], preset, against)
+        title = f"{preset.removeprefix('turboquant_')} error {against.replace('_', ' ')}, times of stock"
+        found.append((title, both["graft"] / both["stock"], LARGER_ERROR))
+    return [
+        {"target": title, "found": round(value, 4), "allowed": allowed, "met": value <= allowed}
+        for title, value, allowed in found
+    ]
+
+
+def run(results: Path, shapes: tuple[tuple[int, int], ...]) -> int:
+    begun = time.perf_counter()
+    report: dict[str, Any] = {"times": [], "flash": [], "errors": []}
+    report["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else "dry run"
+    report["versions"] = {"torch": torch.__version__, "triton": __import__("triton").__version__}
+    lengths = ((8192, 1), (2048, 4)) if DEVICE == "cuda" else ((20, 2),)
+    for preset, key_size, (length, queries), seed in itertools.product(
+        PRESETS, (1.0, 2.0) if DEVICE == "cuda" else (1.0,), lengths, range(3) if DEVICE == "cuda" else (0,)
+    ):
+        report["errors"].append(errors(preset, key_size, length, queries, seed))
+    if DEVICE == "cuda":
+        report["copy_bytes_per_s"] = copy_bytes_per_s()
+    time_presets(report, shapes)
+    report["seconds"] = round(time.perf_counter() - begun, 1)
+    if DEVICE == "cuda":
+        report["verdicts"] = verdicts(report)
+    results.write_text(json.dumps(report, indent=1) + "\n")
+    for entry in report["times"]:
+        print(entry["preset"], entry["shape"], f"q{entry['queries']}", entry["stock_us"], entry["graft_us"])
+    for entry in report["flash"]:
+        print("flash", entry["shape"], f"q{entry['queries']}", entry["flash_us"])
+    for entry in report.get("verdicts", []):
+        print("met   " if entry["met"] else "MISSED", entry["target"], entry["found"], "allowed", entry["allowed"])
+    print(f"{report['seconds']} s")
+    held = [e for e in report.get("verdicts", []) if "stock" in e["target"]]
+    return 0 if all(entry["met"] for entry in held) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("attention_speed.json"))
+    arguments = parser.parse_args()
+    return run(arguments.results, SHAPES if DEVICE == "cuda" else ((1, 70),))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
