@@ -272,7 +272,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, started: float, log: Path)
 def end_of_log(log: Path) -> str:
     """Return the errors that a server logged, else its last words, cut to what can be read."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    errors = [line for line in text.splitlines() if re.search(r"\w(?:Error|Exception): ", line)]
+    errors = [line for line in text.splitlines() if re.search(r"^(?:.* ERROR .*)?\b\w*(?:Error|Exception): ", line)]
     return "\n".join(errors[:5]) or text[-2000:]
 
 
