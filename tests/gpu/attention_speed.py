@@ -6,7 +6,7 @@
 vLLM 0.33.0 must be importable.  One attention call of Qwen3.6-27B (24 query heads, 4 KV heads of 256) is captured in a
 CUDA graph and replayed after a write larger than the L2 cache; its time includes every kernel of the call, the rotation
 of queries too.  vLLM's kernel verifies k rows as k decodes, the way of its own code.  Both read the same cache, and
-their errors are those of the same inputs against FP32 attention, over the original and over the decoded keys and values.
+their errors on the same inputs are against FP32 attention, over the original and over the decoded keys and values.
 The exit status is 0 when no shape is slower than vLLM's kernel and no error larger.
 """
 

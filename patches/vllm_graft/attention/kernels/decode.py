@@ -1,9 +1,9 @@
 """Decode and verify attention over TurboQuant's packed KV: one kernel reads each packed byte once, a second one merges.
 
-A unit of work is one request and one KV head: all query heads of the head and all rows of a verify step are the rows of
-one tensor-core tile, 32 at most.  The tiles of tokens of all units form one list, which a fixed number of programs
-share evenly: the grid depends on the device alone, the lengths are read on the device, so a CUDA graph captured at one set of
-lengths serves any other, and an empty request costs nothing.
+A unit of work is one request and one KV head: all query heads of the head and all rows of a verify step are the rows
+of one tensor-core tile, 32 at most.  The tiles of tokens of all units form one list, which a fixed number of programs
+share evenly: the grid depends on the device alone, the lengths are read on the device, so a CUDA graph captured at
+one set of lengths serves any other, and an empty request costs nothing.
 
 Dequantization is folded into the two products:
 - an e4m3 byte becomes fp16 by a shift (`layout.E4M3_IN_FP16`), which every architecture can do;

@@ -1,41 +1,92 @@
-"""How the decode kernel is launched, by compute capability: data, with the reason of each choice."""
+"""How the decode kernel is launched, by compute capability: data, with the reason of each choice.
+
+Chosen by `tests/gpu/attention_tune.py` on an H200 where its results decide, and by what other cards have where they
+differ: a multiprocessor of an H200 has 228 KiB of shared memory, one of 8.6, 8.9 and 12.0 has 100; all have 64 Ki
+registers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from vllm_graft.attention.kernels.float8 import MIN_HARDWARE_CAPABILITY
+
+_MANY_ROWS = 16
+"""More rows than one tile of the tensor cores has."""
+_LARGE_SHARED_MEMORY, _SMALL_AGAIN = (9, 0), (12, 0)
+"""The compute capabilities between which a multiprocessor has 228 KiB of shared memory."""
+_TWO_FIT = "100 KiB of shared memory hold the tiles of two programs, more bytes in flight than GDDR memory needs"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Tile and pipeline of the decode kernel; `programs_per_sm` fixes the grid, whatever the lengths are."""
+    """Tile, pipeline and occupancy of the decode kernel."""
 
     block_tokens: int
     num_warps: int
     num_stages: int
+    """Tiles in flight and one; only copies of 4 bytes or more are asynchronous, so MSE keys have none."""
     programs_per_sm: int
+    """Size of the grid, whatever the lengths are: the programs that fit one multiprocessor at a time."""
     min_tiles: int
+    """Least work of a program; less would leave more to merge."""
     hardware_fp8: bool
     fetch: str | None
+    """Cache level that the next tile's lines are brought to ahead of its loads."""
     max_registers: int | None
     reload_queries: bool
+    """Read the queries' operand from shared memory for each tile, not hold it in registers."""
     reason: str
+
+
+_FP8_DECODE = Launch(
+    block_tokens=64,
+    num_warps=4,
+    num_stages=2,
+    programs_per_sm=3,
+    min_tiles=1,
+    hardware_fp8=True,
+    fetch=None,
+    max_registers=None,
+    reload_queries=False,
+    reason="the next tile's copy is in flight while a tile is computed; three programs hide the rest of the latency, "
+    "while a deeper pipeline takes registers for addresses and leaves two",
+)
+_FP8_VERIFY = replace(
+    _FP8_DECODE,
+    programs_per_sm=2,
+    reason="32 rows of queries take the registers of a third program; eight warps would each hold all queries again",
+)
+_MSE_DECODE = Launch(
+    block_tokens=64,
+    num_warps=4,
+    num_stages=1,
+    programs_per_sm=2,
+    min_tiles=1,
+    hardware_fp8=False,
+    fetch="L2",
+    max_registers=None,
+    reload_queries=False,
+    reason="slots lie at even addresses, too narrow for asynchronous copies: lines come to the L2 cache a tile ahead",
+)
+_MSE_VERIFY = replace(
+    _MSE_DECODE,
+    num_warps=8,
+    reload_queries=True,
+    reason="32 rows of queries in registers would spill on top of the looked-up keys",
+)
 
 
 def decode_launch(capability: tuple[int, int], *, key_is_fp8: bool, rows: int, page_tokens: int) -> Launch:
     """Return the launch of a compute capability for so many rows (query heads of a KV head times verified tokens)."""
-    hardware_fp8 = capability >= (8, 9)
-    tokens = min(64, page_tokens)
-    warps = 8 if rows > 64 else 4
-    stages = 3 if key_is_fp8 else 1
-    return Launch(
-        tokens,
-        warps,
-        stages,
-        2,
-        2,
-        hardware_fp8,
-        None if key_is_fp8 else "L2",
-        None,
-        not key_is_fp8 and rows > 16,
-        "before tuning",
-    )
+    many = rows > _MANY_ROWS
+    if key_is_fp8:
+        launch = _FP8_VERIFY if many else _FP8_DECODE
+        if capability < _LARGE_SHARED_MEMORY or capability >= _SMALL_AGAIN:
+            launch = replace(launch, programs_per_sm=2, reason=_TWO_FIT)
+        launch = replace(launch, hardware_fp8=capability >= MIN_HARDWARE_CAPABILITY)
+    else:
+        launch = _MSE_VERIFY if many else _MSE_DECODE
+    if page_tokens < launch.block_tokens:  # with smaller tiles fewer pages are looked up for each
+        launch = replace(launch, block_tokens=32, num_warps=4)
+    return launch
