@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help fetch bundle up down logs status ask verify bench soak compare render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test generated clean
+.PHONY: help fetch bundle up down logs status watch doctor report ask verify bench soak compare render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test generated clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,15 @@ logs: install ## Show the service's log (ARGS=--follow)
 
 status: install ## Say what runs, and whether it is healthy
 	@$(GRAFT) status $(OPTIONS) $(ARGS)
+
+watch: install ## Follow what keeps the service running: starts, ends, strikes, smaller settings
+	@$(GRAFT) watch $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS)
+
+doctor: install ## Check this machine and the service, with one remedy for each thing that is wrong
+	@$(GRAFT) doctor $(OPTIONS) $(ARGS)
+
+report: install ## Write one file to paste into an issue, without secrets and names
+	@$(GRAFT) report $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS)
 
 ask: install ## Ask the running model: make ask Q="What is the capital of France?"
 	@$(GRAFT) ask $(OPTIONS) $(ARGS) -- "$$Q"
