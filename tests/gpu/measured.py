@@ -110,20 +110,27 @@ def read(path: Path, schema: int) -> dict[str, Any]:
     return results
 
 
-def keep(path: Path, schema: int, name: str, entry: Mapping[str, Any], host: Mapping[str, str]) -> dict[str, Any]:
-    """Put one entry into the results file, which other processes may write too; return all results."""
+def keep(
+    path: Path,
+    schema: int,
+    name: str,
+    entry: Mapping[str, Any],
+    host: Mapping[str, str],
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda cases: {},
+) -> None:
+    """Put one entry into the results file, which other processes may write too, and what follows from all entries."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = read(path, schema)
         results["cases"][name] = dict(entry)
         results["host"] = dict(host)
+        results |= derived(results["cases"])
         text = json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False)
         text = re.sub(r"\[\s+([-\d.,e\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
         temporary = path.with_suffix(".part")
         temporary.write_text(f"{text}\n", encoding="utf-8")
         temporary.replace(path)
-    return results
 
 
 def host(engine: str, model: Path) -> dict[str, str]:

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None, serve: Serve = served) -> int:
 
 
 def _keep(path: Path, name: str, host: Mapping[str, str], entry: Mapping[str, Any]) -> None:
-    measured.keep(path, SCHEMA, name, entry, host)
+    measured.keep(path, SCHEMA, name, entry, host, lambda cases: {"against_reference": against_reference(cases)})
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""README's table of what speculation on a TurboQuant cache does to tool calls, from tests/gpu/results/headline.json."""
+"""README's tables of what speculation and prefix caching do to tool calls, from headline.json and prefix_probe.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,3 +46,45 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _order(entry: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     return entry["kv_cache_dtype"] == "auto", entry["older_card"], entry["graft"]
+
+
+_PROBE_COLUMNS = (
+    "prefix caching",
+    "MTP",
+    "prompt tokens from the cache",
+    "wrong replies",
+    "changed when repeated",
+    "unlike neither, near ties apart",
+)
+
+
+def probe_markdown(document: Mapping[str, Any]) -> str:
+    """Return the table of the prefix-cache probe, and what came of the soak where there was one."""
+    cases = dict(document["cases"])
+    soak = cases.pop("soak", None)
+    rows = [_PROBE_COLUMNS, ("---",) * len(_PROBE_COLUMNS)]
+    rows += [_probe_row(entry, document["against_reference"].get(name)) for name, entry in sorted(cases.items())]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines if soak is None else [*lines, "", _soak_text(soak)])
+
+
+def _probe_row(entry: Mapping[str, Any], against: Mapping[str, int] | None) -> tuple[str, ...]:
+    total = entry["replies"]
+    cached = entry["cached_share"]
+    return (
+        "on" if entry["prefix_caching"] else "off",
+        "on" if entry["speculates"] else "off",
+        percent(cached) if cached else "none",
+        f"{len(entry['wrong'])} of {total}",
+        str(len(entry["changed"])),
+        "-" if against is None else f"{against['wrong']} of {sum(against.values())}",
+    )
+
+
+def _soak_text(entry: Mapping[str, Any]) -> str:
+    soak = entry["soak"]
+    totals, minutes = soak["totals"], len(soak["buckets"]) * soak["interval_s"] / 60
+    return (
+        f"Soak with both, {minutes:.0f} minutes of agents' conversations: {totals['asked']:,} replies, "
+        f"{totals['wrong']} wrong, {totals['changed']} changed when repeated."
+    )

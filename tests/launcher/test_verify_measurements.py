@@ -177,6 +177,9 @@ def test_caching_that_changes_replies_fails_the_comparison(tmp_path: Path) -> No
     assert against["caching-on-mtp-off"] == {"equal": 24, "near-tie": 0, "wrong": 0}
     assert against["caching-on-mtp-on"] == {"equal": 6, "near-tie": 0, "wrong": 18}
     assert len(cases["caching-on-mtp-on"]["changed"]) == 18
+    table = headline_table.probe_markdown(read(results))
+    assert "| on | on | none | 0 of 24 | 18 | 18 of 24 |" in table
+    assert "| off | off | none | 0 of 24 | 0 | 0 of 24 |" in table
 
 
 def test_a_soak_counts_wrong_and_changed_replies_over_time_and_stops_by_itself(tmp_path: Path) -> None:
@@ -184,6 +187,7 @@ def test_a_soak_counts_wrong_and_changed_replies_over_time_and_stops_by_itself(t
     options = ["--results", str(results), "--work", str(tmp_path), "--only", "soak", "--soak-s", "0.6"]
     assert prefix_probe.main(options, serve()) == 3
     entry = read(results)["cases"]["soak"]
+    assert f"{entry['soak']['totals']['asked']} replies, 0 wrong" in headline_table.probe_markdown(read(results))
     assert entry["done"]
     assert entry["prefix_caching"]
     assert entry["speculates"]
