@@ -22,6 +22,9 @@ from launcher.operate.endings import Again, End, Stop, judge
 from launcher.operate.events import FILE_NAME
 from launcher.operate.service_state import ServiceStatus, StateFile, StatusReader
 from tests.launcher import keeping
+from tests.launcher.webhook_stand_in import Hook, hook
+
+__all__ = ["hook"]
 
 SERVES = "print('INFO:     Application startup complete.', flush=True)\n"
 OOM = (
@@ -329,3 +332,25 @@ def test_a_status_is_read_again_only_when_it_changed(tmp_path: Path) -> None:
 )
 def test_a_retry_is_promised_for_when_the_engine_may_be_back(status: ServiceStatus, seconds: int | None) -> None:
     assert status.retry_after_s(100) == seconds
+
+
+def test_a_stop_for_good_reaches_the_webhook_before_the_end(keep: Keep, hook: str, tmp_path: Path) -> None:
+    (tmp_path / "url").write_text(hook, encoding="utf-8")
+    watch = {
+        "service": "cpu",
+        "folder": str(tmp_path / "operate"),
+        "base_url": "http://127.0.0.1:9",
+        "served_name": "small",
+        "webhook_file": str(tmp_path / "url"),
+        "watch": {"every_s": 0.2},
+    }
+    (tmp_path / "watch.json").write_text(json.dumps(watch), encoding="utf-8")
+    dies = "time.sleep(2)\nprint(\"OSError: [Errno 28] No space left on device: '/cache/x'\", flush=True)\nsys.exit(1)"
+    kept = keep(
+        SERVES + dies,
+        watchdog=[sys.executable, "-m", "launcher.operate", "watch", str(tmp_path / "watch.json")],
+        linger_s=3,
+    )
+    kept.wait_for(lambda: any("starting again does not help" in text for text in Hook.texts), 30)
+    assert kept.ended() == 0
+    assert hook not in kept.log.read_text("utf-8")

@@ -21,6 +21,9 @@ from launcher.operate.service_state import ServiceStatus, StateFile
 from launcher.operate.watchdog import Server, Watchdog, WatchdogSettings, counters_in
 from launcher.operate.watchdog_state import Ask, Counters, Kill, Sample, Wait, Watch, WatchSettings, look
 from launcher.operate.webhook import Webhook, text_of, url_of
+from tests.launcher.webhook_stand_in import Hook, hook
+
+__all__ = ["hook"]
 
 SETTINGS = WatchSettings(every_s=20, strikes=3, idle_probe_s=60, probe_timeout_s=30, first_step_s=300)
 PAGE = """\
@@ -286,39 +289,6 @@ def test_wrong_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert watchdog.main([]) == 2
 
 
-class _Hook(BaseHTTPRequestHandler):
-    """A webhook that fails so many times first."""
-
-    failures: ClassVar[int] = 0
-    texts: ClassVar[list[str]] = []
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        cls = type(self)
-        if cls.failures:
-            cls.failures -= 1
-            self.send_response_only(503)
-        else:
-            cls.texts.append(body["text"])
-            self.send_response_only(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *arguments: Any) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture
-def hook() -> Iterator[str]:
-    _Hook.failures, _Hook.texts = 0, []
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Hook) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/secret-path"
-        server.shutdown()
-        thread.join()
-
-
 def wait_until(condition: Any, seconds: float = 5) -> None:
     deadline_s = time.monotonic() + seconds
     while not condition():
@@ -330,17 +300,17 @@ STOPPED = events.event("service-stopped", "cpu", "a GPU was lost", cause="gpu-lo
 
 
 def test_a_webhook_is_told_in_slacks_form_and_asked_again_when_it_fails(hook: str) -> None:
-    _Hook.failures = 2
+    Hook.failures = 2
     told = Webhook(hook, lambda error: None, waits_s=(0.01, 0.01))
     told.tell(events.event("engine-started", "cpu", "process 7"))
     told.tell(STOPPED)
-    wait_until(lambda: _Hook.texts)
-    assert _Hook.texts == ["graft cpu: a GPU was lost\ncause: gpu-lost\n-> Reboot."]
-    assert text_of(STOPPED) == _Hook.texts[0]
+    wait_until(lambda: Hook.texts)
+    assert Hook.texts == ["graft cpu: a GPU was lost\ncause: gpu-lost\n-> Reboot."]
+    assert text_of(STOPPED) == Hook.texts[0]
 
 
 def test_a_webhook_that_never_answers_is_given_up_without_its_address(hook: str) -> None:
-    _Hook.failures = 99
+    Hook.failures = 99
     failed: list[str] = []
     told = Webhook(hook, failed.append, waits_s=(0.01, 0.01))
     begun_s = time.monotonic()
@@ -349,7 +319,7 @@ def test_a_webhook_that_never_answers_is_given_up_without_its_address(hook: str)
     assert time.monotonic() - begun_s < 1
     wait_until(lambda: failed)
     assert "secret-path" not in failed[0]
-    assert _Hook.failures < 99
+    assert Hook.failures < 99
 
 
 @pytest.mark.parametrize(
