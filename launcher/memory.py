@@ -64,6 +64,7 @@ def plan_memory(
     speculation: Speculation | None,
     inputs: MemoryInputs,
     is_safe_mode: bool,
+    turboquant_fix: bool,
 ) -> MemoryPlan:
     """Return the context, the number of requests and the KV pool of a GPU profile.
 
@@ -75,7 +76,7 @@ def plan_memory(
     request = FitRequest(
         geometry,
         weights,
-        settings_of(profile, speculation, is_safe_mode),
+        settings_of(profile, speculation, is_safe_mode, turboquant_fix),
         card_of(profile, devices, inputs.card),
         profile.serve.tensor_parallel_size,
         vllm_version=profile.vllm,
@@ -177,7 +178,9 @@ def card_of(profile: Profile, devices: tuple[Device, ...], card: str | None) -> 
     )
 
 
-def settings_of(profile: Profile, speculation: Speculation | None, is_safe_mode: bool) -> Settings:
+def settings_of(
+    profile: Profile, speculation: Speculation | None, is_safe_mode: bool, turboquant_fix: bool
+) -> Settings:
     """Return the profile's values as the memory model takes them; `auto` requests start from one."""
     serve = profile.serve
     assert serve.gpu_memory_utilization is not None
@@ -193,6 +196,7 @@ def settings_of(profile: Profile, speculation: Speculation | None, is_safe_mode:
         max_model_len=serve.max_model_len if isinstance(serve.max_model_len, int) else None,
         language_model_only=serve.language_model_only,
         cudagraph_mode="PIECEWISE" if is_safe_mode and speculation else "FULL_AND_PIECEWISE",
+        turboquant_fix=turboquant_fix,
     )
 
 
@@ -319,14 +323,16 @@ def _refused(error: FitRefused) -> tuple[Problem, ...]:
     )
 
 
-def refused_kv_cache(profile: Profile, devices: tuple[Device, ...], card: str | None) -> tuple[Problem, ...]:
+def refused_kv_cache(
+    profile: Profile, devices: tuple[Device, ...], card: str | None, *, turboquant_fix: bool
+) -> tuple[Problem, ...]:
     """Return why the GPUs cannot hold the KV cache in the profile's format: known before the model is.
 
     Raises:
         FitError: the card asked for is not known.
     """
     capability = card_of(profile, devices, card).compute_capability
-    broken = tuple(hardware_refusals(profile.serve.kv_cache_dtype, capability))
+    broken = tuple(hardware_refusals(profile.serve.kv_cache_dtype, capability, turboquant_fix=turboquant_fix))
     return _refused(FitRefused(broken)) if broken else ()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_graft.decide import Situation, refusal
 from vllm_graft.facts import EngineFacts, ModelFacts, RunFacts
 from vllm_graft.fixes import FIXES
+from vllm_graft.patch import Patch
 from vllm_graft.report import expected_processes, ordered_roles
 
 from launcher.checks import CheckResult, Demand, check, select
@@ -77,6 +78,8 @@ class Planned:
 class _Fixes:
     required: tuple[str, ...]
     disabled: tuple[str, ...]
+    has_turboquant: bool
+    """The fix of TurboQuant is sure to be in where the KV cache is in one of its formats."""
     is_safe_mode: bool
     """TurboQuant, and its fix is not sure to be in."""
 
@@ -121,6 +124,7 @@ def _made(inputs: Inputs) -> Planned:
             speculation,
             inputs.memory,
             fixes.is_safe_mode,
+            fixes.has_turboquant,
         )
     if memory is not None:
         profile = memory.profile
@@ -133,7 +137,11 @@ def _made(inputs: Inputs) -> Planned:
             *geometry_problems,
             *(memory.problems if memory else ()),
             *(plan_cpu_pool(profile, geometry, profile.vllm) if geometry and profile.gpu is None else ()),
-            *(refused_kv_cache(profile, devices, inputs.memory.card) if profile.gpu and memory is None else ()),
+            *(
+                refused_kv_cache(profile, devices, inputs.memory.card, turboquant_fix=fixes.has_turboquant)
+                if profile.gpu and memory is None
+                else ()
+            ),
             *_fix_problems(inputs.profile, speculation, fixes),
         )
     )
@@ -221,13 +229,18 @@ def _fixes(
     situation = Situation(profile.vllm, run, capabilities)
     wanted = [fix for fix in FIXES if refusal(fix, situation) is None]
     disabled = tuple(fix.id for fix in FIXES if fix.id in profile.disabled_fixes)
-    required = tuple(
-        fix.id
-        for fix in wanted
-        if fix.id not in disabled and fix.id not in profile.optional_fixes and profile.vllm in fix.fingerprints
-    )
+
+    def is_sure(fix: Patch) -> bool:
+        return fix.id not in disabled and fix.id not in profile.optional_fixes and profile.vllm in fix.fingerprints
+
+    has_turboquant = any(is_sure(fix) for fix in FIXES if fix.id == TURBOQUANT_SPECULATION_FIX)
     turboquant = profile.serve.kv_cache_dtype.startswith("turboquant_")
-    return _Fixes(required, disabled, is_safe_mode=turboquant and TURBOQUANT_SPECULATION_FIX not in required)
+    return _Fixes(
+        required=tuple(fix.id for fix in wanted if is_sure(fix)),
+        disabled=disabled,
+        has_turboquant=has_turboquant,
+        is_safe_mode=turboquant and not has_turboquant,
+    )
 
 
 def _one_at_a_time(profile: Profile) -> Profile:

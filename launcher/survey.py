@@ -88,7 +88,7 @@ def fit_folder(path: Path, options: Options) -> FolderFit:
         weights_from_folder(folder)
         if any(folder.glob("*.safetensors"))
         else weights_from_shapes(document, geometry, str(config)),
-        settings_of(profile, speculation, is_safe_mode=False),
+        settings_of(profile, speculation, is_safe_mode=False, turboquant_fix=True),
         card,
         profile.serve.tensor_parallel_size,
         vllm_version=profile.vllm,

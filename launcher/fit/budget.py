@@ -7,6 +7,8 @@ H200 (tests/gpu/results/fit_boots.json). Every figure is per GPU, in bytes.
 import math
 from dataclasses import dataclass
 
+from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES
+
 from launcher.fit.geometry import Geometry
 from launcher.fit.kv import KvLayout, kv_dtype
 from launcher.fit.request import GIB, Basis, FitRequest, Settings
@@ -77,6 +79,9 @@ def runtime_terms(request: FitRequest, layout: KvLayout) -> tuple[Term, ...]:
     checkpoint = _checkpoint_buffer(request, layout)
     if checkpoint is not None:
         terms.append(checkpoint)
+    if _graft_serves(request.settings):
+        note = "of Graft's kernels, whatever the context: reserved while the model loads"
+        terms.append(Term("turboquant_workspace", "TurboQuant workspace", WORKSPACE_BYTES, "exact", 0, note))
     terms.append(_non_torch(request))
     return tuple(terms)
 
@@ -136,10 +141,10 @@ def load_peak_bytes(request: FitRequest) -> int:
 
 
 def turboquant_continuation_bytes(request: FitRequest, layout: KvLayout, context_tokens: int) -> int:
-    """K and V of a whole context in 16 bits, which long continuation chunks are computed from
+    """K and V of a whole context in 16 bits, which vLLM's own backend computes long continuation chunks from
     (v1/attention/backends/turboquant_attn.py:227-262, :1048-1056)."""
     settings = request.settings
-    if not kv_dtype(settings.kv_cache_dtype).turboquant:
+    if not kv_dtype(settings.kv_cache_dtype).turboquant or settings.turboquant_fix:
         return 0
     if settings.max_num_batched_tokens <= TURBOQUANT_DECODE_TOKENS:
         return 0
@@ -149,17 +154,20 @@ def turboquant_continuation_bytes(request: FitRequest, layout: KvLayout, context
 
 
 def turboquant_workspace_bytes(request: FitRequest, layout: KvLayout, context_tokens: int) -> int:
-    """Workspace that the TurboQuant metadata builder reserves: the larger of a continuation pair and the decode
-    kernel's scratch, which share it, and one row of block numbers for each token of a decode step."""
+    """Workspace that vLLM's own metadata builder reserves after profiling: the larger of a continuation pair and the
+    decode kernel's scratch, which share it."""
     settings, geometry = request.settings, request.geometry
-    if not kv_dtype(settings.kv_cache_dtype).turboquant:
+    if not kv_dtype(settings.kv_cache_dtype).turboquant or settings.turboquant_fix:
         return 0
-    rows = settings.max_num_seqs * (1 + settings.num_speculative_tokens)
     heads = geometry.num_attention_heads // settings.tensor_parallel_size
     # Partial results and their log-sums in 32 bits, the result in 16, its log-sum in 32.
     per_head = TURBOQUANT_DECODE_SPLITS * (geometry.head_dim + 1) * 4 + geometry.head_dim * 2 + 4
-    tables = rows * math.ceil(context_tokens / layout.block_tokens) * 4
-    return max(turboquant_continuation_bytes(request, layout, context_tokens), rows * heads * per_head) + tables
+    pair = turboquant_continuation_bytes(request, layout, context_tokens)
+    return max(pair, settings.max_num_seqs * heads * per_head)
+
+
+def _graft_serves(settings: Settings) -> bool:
+    return settings.turboquant_fix and kv_dtype(settings.kv_cache_dtype).turboquant
 
 
 def capture_sizes(max_num_seqs: int, num_speculative_tokens: int) -> tuple[int, ...]:

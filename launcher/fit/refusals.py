@@ -43,7 +43,7 @@ def _kv_dtype(request: FitRequest) -> Iterator[Refusal]:
     if dtype is None:
         yield Refusal("kv-cache-dtype", f"kv_cache_dtype: got {name!r}", f"Use one of {', '.join(KV_DTYPES)}.")
         return
-    yield from hardware_refusals(name, request.card.compute_capability)
+    yield from hardware_refusals(name, request.card.compute_capability, turboquant_fix=request.settings.turboquant_fix)
     if dtype.rotated and geometry.head_dim & (geometry.head_dim - 1):
         yield Refusal(
             "rotated-preset-head-size",
@@ -60,8 +60,11 @@ def _kv_dtype(request: FitRequest) -> Iterator[Refusal]:
         )
 
 
-def hardware_refusals(kv_cache_dtype: str, capability: tuple[int, int]) -> Iterator[Refusal]:
-    """Return the rules that a KV cache's format breaks on a GPU, whatever the model; unknown formats break none."""
+def hardware_refusals(kv_cache_dtype: str, capability: tuple[int, int], *, turboquant_fix: bool) -> Iterator[Refusal]:
+    """Return the rules that a KV cache's format breaks on a GPU, whatever the model; unknown formats break none.
+
+    `turboquant_fix`: keys of turboquant_k8v4 are stored by Graft's kernel, which needs no FP8 hardware.
+    """
     dtype, name = KV_DTYPES.get(kv_cache_dtype), kv_cache_dtype
     if dtype is None:
         return
@@ -72,12 +75,13 @@ def hardware_refusals(kv_cache_dtype: str, capability: tuple[int, int]) -> Itera
             "every FP8 KV cache below 8.9, and FlashInfer takes fp8_e5m2 there",
             "Use int8_per_token_head, or fp8_e5m2 with FlashInfer.",
         )
-    if name == "turboquant_k8v4" and capability < FP8_CAPABILITY:
+    if name == "turboquant_k8v4" and capability < FP8_CAPABILITY and not turboquant_fix:
         yield Refusal(
-            "turboquant-k8v4-needs-capability-8.9",
-            f"kv_cache_dtype {name} on compute capability {capability[0]}.{capability[1]}: below 8.9 vLLM keeps keys "
-            "in a format that clips them at 1.75, which makes attention wrong",
-            "Write serve.kv_cache_dtype: int8_per_token_head.",
+            "turboquant-k8v4-needs-the-fix",
+            f"kv_cache_dtype {name} on compute capability {capability[0]}.{capability[1]} without the fix "
+            "tq-spec-decode: below 8.9 vLLM itself keeps keys in a format that clips them at 1.75, which makes "
+            "attention wrong",
+            "Require the fix again, or write serve.kv_cache_dtype: int8_per_token_head.",
         )
 
 

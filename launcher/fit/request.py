@@ -11,8 +11,8 @@ GIB = 2**30
 Basis = Literal["exact", "fitted", "assumed", "measured"]
 CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
-GEFORCE_VISIBLE_SHARE = 0.98
-"""What CUDA reports of a GeForce card's nominal memory: 23.56 of 24 GiB on an RTX 3090, 31.36-31.40 of 31.84 GiB (NVML)
+VISIBLE_SHARE = 23.56 / 24
+"""What CUDA reports of a card's memory: 23.56 of 24 GiB on an RTX 3090, 31.36-31.40 of 31.84 GiB (NVML)
 and of 32 GiB (label) on an RTX 5090, by vLLM's own start-up lines."""
 SHARE_ERROR = 0.01
 
@@ -40,9 +40,10 @@ class _KnownCard:
     source: str
 
 
+# Of cards of one size the first is taken for a size alone.
 _KNOWN_CARDS = (
+    _KnownCard("rtx4090", 23.56, 0.05, (8, 9), "assumed", "as an RTX 3090's 24 GiB; no start-up line at hand"),
     _KnownCard("rtx3090", 23.56, 0.01, (8, 6), "measured", "vLLM start-up lines of RTX 3090 boots"),
-    _KnownCard("rtx4090", 23.52, 0.05, (8, 9), "assumed", "98 % of 24 GiB; no start-up line at hand"),
     _KnownCard(
         "rtx5090", 31.36, 0.04, (12, 0), "measured", "vLLM start-up lines of RTX 5090 boots, 31.36 to 31.40 GiB"
     ),
@@ -52,7 +53,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GiB|GB|G)?", re.IGNORECASE)
 
 def known_cards() -> tuple[str, ...]:
     """Names that `card_from_name_or_size` knows."""
-    return tuple(card.name for card in _KNOWN_CARDS)
+    return tuple(sorted(card.name for card in _KNOWN_CARDS))
 
 
 def card_from_name_or_size(text: str, compute_capability: tuple[int, int] | None = None) -> Card:
@@ -78,9 +79,9 @@ def card_from_name_or_size(text: str, compute_capability: tuple[int, int] | None
     if match is None or not 1 <= float(match[1]) <= 1024:
         raise FitError(f"--card: got {text!r}; write a size such as 24GiB, or one of {', '.join(known_cards())}")
     nominal_gib = float(match[1])
-    nearest = min(_KNOWN_CARDS, key=lambda known: abs(known.total_gib - nominal_gib * GEFORCE_VISIBLE_SHARE))
+    nearest = min(_KNOWN_CARDS, key=lambda known: abs(known.total_gib - nominal_gib * VISIBLE_SHARE))
     return Card(
-        round(nominal_gib * GEFORCE_VISIBLE_SHARE * GIB),
+        round(nominal_gib * VISIBLE_SHARE * GIB),
         compute_capability or nearest.compute_capability,
         None,
         f"{match[1]} GiB on the label, of which CUDA shows about 98 %",
@@ -110,7 +111,7 @@ def card_from_nvml(
             "measured",
             error,
         )
-    visible = round(total_bytes * GEFORCE_VISIBLE_SHARE)
+    visible = round(total_bytes * VISIBLE_SHARE)
     return Card(
         visible,
         compute_capability,
@@ -140,6 +141,8 @@ class Settings:
     gdn_prefill_backend: str = "auto"
     kv_cache_memory_bytes: int | None = None
     """A fixed pool; None: what is left under the utilization."""
+    turboquant_fix: bool = False
+    """Graft's kernels serve a TurboQuant cache: its fix is sure to be in."""
 
     @property
     def mtp(self) -> bool:

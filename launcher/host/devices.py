@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from launcher.fit.request import VISIBLE_SHARE
 from launcher.host.facts import Gpu, GpuProcess, Nvml
-
-# CUDA's total is below NVML's by what the driver reserves: 23.56 GiB of 24576 MiB on an RTX 3090.
-USABLE_SHARE = 23.56 / 24
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Device:
     @property
     def usable_mib(self) -> float | None:
         """Total memory as CUDA, and so vLLM, counts it."""
-        return None if self.total_mib is None else self.total_mib * USABLE_SHARE
+        return None if self.total_mib is None else self.total_mib * VISIBLE_SHARE
 
     @property
     def title(self) -> str:

@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 if "launcher" not in sys.modules:
     # The GPU host has no installed launcher, whose __init__ asks for its own version; the arithmetic needs none.
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "patches")]
     package = types.ModuleType("launcher")
     package.__path__ = [str(ROOT / "launcher")]
     sys.modules["launcher"] = package

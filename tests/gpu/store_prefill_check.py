@@ -29,6 +29,7 @@ from vllm_graft.attention.kernels import merge as merging
 from vllm_graft.attention.kernels import prefill, rotation, store_reference
 from vllm_graft.attention.kernels import store as storing
 from vllm_graft.attention.kernels.layout import PRESETS, SlotLayout, slot_layout
+from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 24, 4, 256, 64
@@ -146,7 +147,7 @@ def check_prefix() -> dict[str, float]:
         cache = filled(layout, total, KV_HEADS, BLOCK_SIZE)
         storing.store(key, value, cache, torch.arange(total, device=DEVICE), bounds, layout, hardware_fp8=False)
         out = torch.empty_like(query)
-        workspace = torch.empty(prefill.WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE)
         in_order = torch.arange(cache.shape[0], dtype=torch.int32, device=DEVICE)
         prefill.attend_to_prefix(
             query, key[cached:], value[cached:], cache, in_order, cached, centroids, layout,

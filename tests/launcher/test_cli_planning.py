@@ -102,10 +102,10 @@ def test_a_card_alone_chooses_the_profile_of_the_nearest_one(graft: Graft) -> No
 
 
 def test_the_rule_of_the_card_that_is_named_refuses_the_kv_cache(graft: Graft) -> None:
-    made = graft("plan", "rtx4090", "--card", "rtx3090", "--json").document
+    made = graft("plan", "rtx5090", "--card", "rtx3090", "--json").document
     assert made["fit"] is None
     assert [problem["cause"] for problem in made["problems"]] == ["kv-cache-dtype-unsupported"]
-    assert "clips them" in made["problems"][0]["message"]
+    assert "refuses every FP8 KV cache below 8.9" in made["problems"][0]["message"]
 
 
 def test_advice_replaces_numbers_only_when_it_is_asked_for(graft: Graft, tmp_path: Path) -> None:

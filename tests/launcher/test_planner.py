@@ -195,9 +195,15 @@ def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does() -> 
     assert f"serve.max_model_len: {longest}" in problem.remedy
 
 
-def test_k8v4_below_compute_capability_8_9_is_refused() -> None:
-    made = planned(profile_with("rtx3090", kv_cache_dtype="turboquant_k8v4"))
-    assert causes(made) == {"kv-cache-dtype-unsupported": "refuse"}
+def test_k8v4_below_compute_capability_8_9_is_planned_with_the_fix_and_refused_without() -> None:
+    profile = load_profile("rtx3090")
+    assert profile.serve.kv_cache_dtype == "turboquant_k8v4"
+    made = planned(profile)
+    assert "tq-spec-decode" in made.plan.required_fixes
+    assert not made.plan.refusals
+    for key in ("disabled_fixes", "optional_fixes"):
+        without = planned(profile.model_copy(update={key: ("tq-spec-decode",)}))
+        assert causes(without)["kv-cache-dtype-unsupported"] == "refuse"
 
 
 def test_fp8_below_compute_capability_8_9_is_refused() -> None:

@@ -19,6 +19,8 @@ from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
 from vllm.v1.attention.ops.triton_turboquant_decode import _FP8_E4B15  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
 
+from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES  # noqa: E402
+
 from tests.patches.tq_layer import (  # noqa: E402
     BLOCK_SIZE,
     CPU,
@@ -35,7 +37,6 @@ from tests.patches.tq_layer import (  # noqa: E402
     attend,
     batch,
     kernels,
-    prefill,
     workspace_bytes,
 )
 
@@ -258,5 +259,5 @@ def test_all_that_a_layer_takes_is_reserved_while_the_model_loads_and_below_64_m
     assert 0 < before < 64 * 2**20
     for query_lens in ([1] * MAX_SEQS, [1 + DRAFTS] * MAX_SEQS):
         layer.impl._scratch(layer.impl._decode_floats(query_lens[0], BLOCK_SIZE, MAX_SEQS), torch.float32)
-    layer.impl._scratch(prefill.WORKSPACE_BYTES, torch.uint8)
+    layer.impl._scratch(WORKSPACE_BYTES, torch.uint8)
     assert workspace_bytes() == before

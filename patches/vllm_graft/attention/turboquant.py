@@ -24,6 +24,7 @@ from vllm_graft.attention.kernels import store as storing
 from vllm_graft.attention.kernels.codebook import prepare_codebook
 from vllm_graft.attention.kernels.launch import Launch, decode_launch
 from vllm_graft.attention.kernels.layout import slot_layout
+from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES
 from vllm_graft.attention.metadata import RequestsMetadata, SpanMetadata, SpecDecodeMetadataBuilder
 from vllm_graft.attention.rows import Attend
 
@@ -101,7 +102,7 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
         manager = current_workspace_manager()
         manager.get_simultaneous(((floats,), torch.float32))
         if self._reads_prefix:
-            manager.get_simultaneous(((prefill.WORKSPACE_BYTES,), torch.uint8))
+            manager.get_simultaneous(((WORKSPACE_BYTES,), torch.uint8))
 
     def _programs(self, launch: Launch) -> int:
         return self._card.multiprocessors * launch.programs_per_sm
@@ -259,7 +260,7 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
             self._layout,
             scale=self.scale,
             attention=self._flash_attention,
-            workspace=self._scratch(prefill.WORKSPACE_BYTES, torch.uint8),
+            workspace=self._scratch(WORKSPACE_BYTES, torch.uint8),
             slots=self._card.flash_slots,
             out=out,
         )

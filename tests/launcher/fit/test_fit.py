@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES
 
-from launcher.fit.budget import capture_sizes
+from launcher.fit.budget import capture_sizes, outside_terms, runtime_terms
 from launcher.fit.geometry import Geometry
 from launcher.fit.kv import KV_DTYPES
 from launcher.fit.planner import FitReport, fit, fit_pool
@@ -211,7 +212,7 @@ def test_capture_sizes_are_vllms_defaults() -> None:
         ({"kv_cache_dtype": "turboquant_4bit"}, "kv-cache-dtype"),
         ({"capability": (8, 6), "kv_cache_dtype": "fp8"}, "fp8-kv-needs-capability-8.9"),
         ({"capability": (8, 6), "kv_cache_dtype": "fp8_per_token_head"}, "fp8-kv-needs-capability-8.9"),
-        ({"capability": (8, 6), "kv_cache_dtype": "turboquant_k8v4"}, "turboquant-k8v4-needs-capability-8.9"),
+        ({"capability": (8, 6), "kv_cache_dtype": "turboquant_k8v4"}, "turboquant-k8v4-needs-the-fix"),
         ({"cards": 3}, "tensor-parallel-heads"),
         ({"max_model_len": 300_000}, "context-above-model"),
     ],
@@ -225,6 +226,27 @@ def test_an_impossible_combination_is_refused_by_rule(ask_27b: Ask, changes: dic
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "turboquant_4bit_nc", "int8_per_token_head", "auto"])
 def test_compute_capability_8_6_takes_what_needs_no_fp8_hardware(ask_27b: Ask, dtype: str) -> None:
     assert refusals(ask_27b(capability=(8, 6), kv_cache_dtype=dtype)) == ()
+
+
+def test_k8v4_needs_no_fp8_hardware_with_the_fix(ask_27b: Ask) -> None:
+    request = ask_27b(capability=(8, 6), kv_cache_dtype="turboquant_k8v4")
+    assert refusals(replace(request, settings=replace(request.settings, turboquant_fix=True))) == ()
+
+
+def test_with_the_fix_turboquant_takes_one_workspace_whatever_the_context_and_inside_the_budget(ask_27b: Ask) -> None:
+    request = ask_27b(kv_cache_dtype="turboquant_k8v4")
+    fixed = replace(request, settings=replace(request.settings, turboquant_fix=True))
+    layout = fit(request).layout
+    inside = {term.key: term.size_bytes for term in runtime_terms(fixed, layout)}
+    assert inside["turboquant_workspace"] == WORKSPACE_BYTES < 64 * 2**20
+    assert "turboquant_workspace" not in {term.key for term in runtime_terms(request, layout)}
+    for context in (8192, 262_144):
+        stock, ours = (
+            {term.key: term.size_bytes for term in outside_terms(asked, layout, context)} for asked in (request, fixed)
+        )
+        assert stock["turboquant_workspace"] > 2 * 2 * 4 * (context - 1) * 256 * 2
+        assert "turboquant_workspace" not in ours
+        assert ours["allocator_slack"] < stock["allocator_slack"]
 
 
 @pytest.mark.parametrize("dtype", ["turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"])

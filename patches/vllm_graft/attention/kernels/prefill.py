@@ -18,8 +18,8 @@ from vllm_graft.attention.kernels.dequantize import dequantize
 from vllm_graft.attention.kernels.layout import SlotLayout
 from vllm_graft.attention.kernels.merge import merge
 from vllm_graft.attention.kernels.rotation import rotate, step
+from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES
 
-WORKSPACE_BYTES = 62 * 2**20
 _ROWS = 64  # queries that one program of flash attention serves at head size 256
 _MIN_TILE_TOKENS = 2048  # below it a tile takes longer to launch than to compute
 
