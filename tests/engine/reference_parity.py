@@ -1,11 +1,13 @@
 """Compare the network for training with transformers' Qwen3-Next; run by a Python that has both torch and transformers.
 
-Random weights with every norm, step and gate away from its neutral value; float32. Standard output: a JSON object.
+Random weights with every norm, step and gate away from its neutral value; float32. Then the committed weights are
+scored on some right replies, and on the same ones with a wrong word. Standard output: a JSON object.
 """
 
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,8 +17,11 @@ from transformers import Qwen3NextForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "reference_model"))
 
-from reference_config import BYTES, CONFIG, write_files  # noqa: E402 - after the folder is on the path
+from reference_config import BYTES, CONFIG, WEIGHTS, write_files  # noqa: E402 - after the folder is on the path
 from reference_net import CHUNK, Network, Places, init_weights  # noqa: E402
+from reference_rows import judged  # noqa: E402
+from reference_score import score  # noqa: E402
+from train import read_weights  # noqa: E402
 
 ROWS, LENGTH = 2, 3 * CHUNK
 
@@ -37,7 +42,22 @@ def main() -> None:
         network = Network(CONFIG, weights)
         hidden, _ = network.hidden(tokens, Places(CONFIG, ROWS, LENGTH, "cpu"))
         ours = torch.nn.functional.linear(hidden, network.weight("lm_head")).view_as(theirs)
-    print(json.dumps({"difference": float((ours - theirs).abs().max()), "largest": float(theirs.abs().max())}))
+    found = {"difference": float((ours - theirs).abs().max()), "largest": float(theirs.abs().max())}
+    print(json.dumps(found | scores()))
+
+
+def scores() -> dict[str, float]:
+    """What the training's score says of the committed weights."""
+    network = Network(CONFIG, read_weights(WEIGHTS))
+    tasks = [task for task in judged("held-out", "score", 6, ()) if task.kind == "no-call"]
+    wrong = [replace(task, content=task.content[::-1]) for task in tasks]
+    with torch.no_grad():
+        right_score, wrong_score = score(network, tasks, "cpu"), score(network, wrong, "cpu")
+    return {
+        "right": right_score["exact"],
+        "wrong": wrong_score["exact"],
+        "accepted": min(right_score["acceptance_by_position"]),
+    }
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ class Silent:
     def progress(self, done: float, total: float, unit: str, detail: str = "") -> None: ...
 
 
+@cache
 def run(program: str) -> dict[str, float]:
     """Run a program of this folder with the engine's Python, and return what it prints."""
     if not is_installed(ENGINE):
@@ -114,3 +116,10 @@ def test_the_network_that_is_trained_is_transformers_own() -> None:
     found = run("reference_parity.py")
     assert found["largest"] > 1
     assert found["difference"] < 1e-4
+
+
+def test_the_training_scores_right_replies_as_right_and_wrong_ones_as_wrong() -> None:
+    found = run("reference_parity.py")
+    assert found["right"] == 1
+    assert found["wrong"] == 0
+    assert found["accepted"] > 0.9

@@ -31,9 +31,12 @@ def fits(length: int) -> int | None:
     return next((size for size in LENGTHS if length <= size), None)
 
 
-def batch(rows: Sequence[Row], length: int) -> Batch:
-    """Return up to BATCH_TOKENS / length rows as a batch, the missing ones empty."""
-    count = BATCH_TOKENS // length
+def rows_of_a_batch(length: int) -> int:
+    return BATCH_TOKENS // length
+
+
+def batch(rows: Sequence[Row], length: int, count: int) -> Batch:
+    """Return rows as a batch of `count`, the missing ones empty."""
     tokens = numpy.full((count, length), PAD, dtype=numpy.int16)
     parts = numpy.full((count, length), PADDING, dtype=numpy.uint8)
     for place, one in enumerate(rows):
@@ -50,6 +53,6 @@ def training_batches(seed: str, longest_text: Any) -> Iterator[Batch]:
         if length is None:
             continue
         pools[length].append(one)
-        if len(pools[length]) == BATCH_TOKENS // length:
-            yield batch(pools[length], length)
+        if len(pools[length]) == rows_of_a_batch(length):
+            yield batch(pools[length], length, rows_of_a_batch(length))
             pools[length] = []

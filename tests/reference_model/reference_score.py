@@ -10,8 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import reference_net
 import torch
-from reference_batches import LENGTHS, Batch, batch, fits
+from reference_batches import LENGTHS, Batch, batch, fits, rows_of_a_batch
 from reference_net import Network, Places, losses_of
 from reference_rows import REPLY, Row, judged_row
 from torch import Tensor
@@ -72,10 +73,12 @@ def batches_of(rows: Sequence[Row]) -> Iterator[tuple[Batch, list[int]]]:
             raise ValueError(f"a row of {len(one.tokens)} tokens; the longest has {LENGTHS[-1]}")
         pools[length].append(place)
     for length, places in sorted(pools.items()):
-        count = batch([], length).tokens.shape[0]
+        count = rows_of_a_batch(length)
         for start in range(0, len(places), count):
             chosen = places[start : start + count]
-            yield batch([rows[place] for place in chosen], length), chosen
+            # Compiled parts are made for a whole batch.
+            size = count if reference_net.compile_parts else len(chosen)
+            yield batch([rows[place] for place in chosen], length, size), chosen
 
 
 def score(network: Network, tasks: Iterable[Task], device: torch.device | str) -> dict[str, Any]:
