@@ -91,8 +91,8 @@ def clock(value: float) -> str:
 
 
 def gib(value: float) -> str:
-    """Write a size in GiB."""
-    return f"{value / 2**30:.2f} GiB"
+    """Write a size that is given in GiB."""
+    return f"{value:.3g} GiB"
 
 
 def percent(value: float) -> str:

@@ -10,6 +10,8 @@ CENTROIDS = 400
 """Of a t-digest: percentiles are within a few thousandths of a rank, at the tails far closer."""
 BUCKET_CENTROIDS = 40
 MOST_BUCKETS = 360
+FIRST_WIDTH_S = 5.0
+"""Wide enough for two looks at the server in each bucket."""
 
 
 class Spread:
@@ -114,7 +116,7 @@ class Bucket:
 class Timeline:
     """Buckets of one width, which doubles when there are too many of them."""
 
-    width_s: float = 1.0
+    width_s: float = FIRST_WIDTH_S
     buckets: list[Bucket] = field(default_factory=list)
 
     def at(self, elapsed_s: float) -> Bucket:

@@ -55,10 +55,19 @@ class Soak:
             deadline_s = time.monotonic() + GRACE_S
             for thread in threads:
                 thread.join(max(0.0, deadline_s - time.monotonic()))
-            self.record.is_finished = True
+            self._finish(sum(thread.is_alive() for thread in threads))
         finally:
             self._stop.set()
             self._save()
+
+    def _finish(self, left: int) -> None:
+        with self._lock:
+            # What the last replies took is time under load too.
+            self.record.elapsed_s = self._elapsed()
+            self.record.is_finished = True
+            if left:
+                said = f"{left} replies were still under way {GRACE_S:.0f} s after the end, and do not count"
+                self.record.tell(self.record.elapsed_s, "end", said)
 
     def _wait(self, on_tick: Callable[[Record], None]) -> None:
         saved_s = time.monotonic()

@@ -8,7 +8,7 @@ from launcher.measure import html_report
 from launcher.measure.html_report import Chart, Mark, Page, Table
 from launcher.measure.load_mix import SIZES
 from launcher.measure.load_stats import Bucket
-from launcher.measure.load_verdict import Thresholds, gpu_peak_bytes, soak_checks, tokens_a_second
+from launcher.measure.load_verdict import GIB, Thresholds, gpu_peak_bytes, soak_checks, tokens_a_second
 from launcher.measure.soak_record import Record
 from launcher.measure.verdict import passed
 
@@ -125,14 +125,14 @@ def server_charts(record: Record) -> list[Chart]:
     used = {"largest": _largest("kv_usage"), "mean": _mean("kv_usage")}
     accepted = {"of drafted tokens": _part("accepted_tokens", "drafted_tokens")}
     found = {"found": _part("prefix_hits", "prefix_queries")}
-    gpus = {f"GPU {number}": _largest(name) for number, name in enumerate(_gpus(record))}
+    gpus = {f"GPU {number}": _in_gib(_largest(name)) for number, name in enumerate(_gpus(record))}
     return [
         _chart(record, "KV cache in use", used, y=percent, highest=1.0),
         _chart(record, "Requests in the server", {"running": _mean("running"), "waiting": _mean("waiting")}),
         _chart(record, "Accepted drafts", accepted, y=percent, highest=1.0),
         _chart(record, "Prompt tokens found in the prefix cache", found, y=percent, highest=1.0),
         _chart(record, "GPU memory", gpus, y=gib),
-        _chart(record, "Memory of the API server", {"resident": _mean("resident_bytes")}, y=gib),
+        _chart(record, "Memory of the API server", {"resident": _in_gib(_mean("resident_bytes"))}, y=gib),
     ]
 
 
@@ -161,6 +161,14 @@ def _part(part: str, whole: str) -> Value:
 
 def _mean(name: str) -> Value:
     return lambda bucket: bucket.mean(name)
+
+
+def _in_gib(value: Value) -> Value:
+    def scaled(bucket: Bucket) -> float | None:
+        found = value(bucket)
+        return None if found is None else found / GIB
+
+    return scaled
 
 
 def _largest(name: str) -> Value:

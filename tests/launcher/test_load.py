@@ -67,7 +67,7 @@ def test_three_days_fit_into_few_buckets_and_lose_nothing() -> None:
 
 
 def test_a_stretch_without_a_look_has_no_value() -> None:
-    timeline = Timeline()
+    timeline = Timeline(width_s=1.0)
     timeline.at(0.5).gauge("kv", 0.3)
     timeline.at(3.5).gauge("kv", 0.5)
     timeline.at(4.5)

@@ -109,16 +109,24 @@ def test_a_refused_request_is_an_error_and_a_full_gateway_is_none(tmp_path: Path
     assert any("EngineCore died" in event.said for event in record.events)
 
 
+class Enough(Exception):
+    """Ends a soak before its time."""
+
+
 def test_a_restart_of_the_server_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.measure.soak.SAMPLE_INTERVAL_S", 0.1)
+    monkeypatch.setattr("launcher.measure.soak.SAMPLE_INTERVAL_S", 0.05)
     starts: list[int] = []
 
     def restart(record: Record) -> None:
-        if record.elapsed_s > 0.15 and not starts:
+        if record.last_sample is not None and not starts:
             starts.append(1)
+        if record.restarts:
+            raise Enough
 
     with service(starts=starts) as url:
-        record = soaked(tmp_path, url, on_tick=restart)
+        record = Record(settings(url, duration_s=20.0))
+        with pytest.raises(Enough):
+            soaked(tmp_path, url, record, restart)
     assert record.restarts == 1
     assert checked(record)["no interruption"] is False
 
