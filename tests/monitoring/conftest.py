@@ -21,7 +21,7 @@ JOBS = tuple(sorted(path.stem for path in METRICS.glob("*.txt")))
 def program(name: str) -> str:
     found = shutil.which(name)
     if found is None:
-        missing(f"no {name} on PATH; .ci/prometheus brings Debian's")
+        missing(f"no {name} on PATH; .ci/monitoring brings Debian's")
     return found
 
 
