@@ -18,7 +18,6 @@ from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry  # noqa: E40
 from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
 from vllm.v1.attention.ops.triton_turboquant_decode import _FP8_E4B15  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
-
 from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES  # noqa: E402
 
 from tests.patches.tq_layer import (  # noqa: E402
