@@ -125,7 +125,7 @@ def verify(
         GraftError: the reference cannot be had.
     """
     started, when = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    refusal = no_tools or _context_refusal(settings, CALL_TOKENS) or tools_refusal(target)
+    refusal = no_tools or tools_refusal(target) or _context_refusal(settings, CALL_TOKENS)
     parts = Parts(
         tools=Skipped(refusal) if refusal else _tools(target, settings, progress),
         prefix=_prefix(target, settings, progress, refusal),

