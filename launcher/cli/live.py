@@ -32,6 +32,7 @@ _NAMES = {
     "tool-calls": "call tools",
     "shared-prefix": "repeat with a shared prefix",
     "needles": "find needles",
+    "round": "round to ternary weights",
     "equality": "compare with the reference",
 }
 _STEP_S = 10.0
