@@ -96,7 +96,7 @@ def _group_scales(places, group, groups, inside):
     return tl.load(places + group[:, None] * 16, mask=wanted, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def gemv_kernel(
     x,
     words,
@@ -197,7 +197,7 @@ def gemv_kernel(
     tl.store(y + token[None, :] * n + outputs[:, None], out.to(y.dtype.element_ty), mask=inside[:, None] & (token < m))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     x,
     words,
@@ -260,7 +260,7 @@ def gemm_kernel(
                 accumulator = _dot(weight, values.T, accumulator)
             else:
                 group = ((tile * SPLIT + i + 1) * WIDTH // GROUP) if SPLIT == 1 else tile * SPLIT + i + 1
-                next_scale = tl.load(scale_places + group * 16, mask=inside & (group < groups), other=0.0)
+                next_scale = tl.load(scale_places + tl.minimum(group, groups - 1) * 16, mask=inside, other=0.0)
                 accumulator += _dot(weight, values.T, None) * scale.to(tl.float32)[:, None]
                 scale = next_scale
     accumulator *= 0.5
