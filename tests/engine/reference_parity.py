@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "reference_model"))
 
 from reference_config import BYTES, CONFIG, WEIGHTS, write_files  # noqa: E402 - after the folder is on the path
-from reference_net import CHUNK, Network, Places, init_weights  # noqa: E402
+from reference_net import Network, Places, init_weights  # noqa: E402
+from reference_parts import CHUNK  # noqa: E402
 from reference_rows import judged  # noqa: E402
 from reference_score import score  # noqa: E402
 from train import read_weights  # noqa: E402

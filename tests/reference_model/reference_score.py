@@ -10,10 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import reference_net
+import reference_parts
 import torch
 from reference_batches import LENGTHS, Batch, batch, fits, rows_of_a_batch
-from reference_net import Network, Places, losses_of
+from reference_net import Network, Places
+from reference_parts import losses_of
 from reference_rows import REPLY, Row, judged_row
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def batches_of(rows: Sequence[Row]) -> Iterator[tuple[Batch, list[int]]]:
         for start in range(0, len(places), count):
             chosen = places[start : start + count]
             # Compiled parts are made for a whole batch.
-            size = count if reference_net.compile_parts else len(chosen)
+            size = count if reference_parts.compile_parts else len(chosen)
             yield batch([rows[place] for place in chosen], length, size), chosen
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import reference_net
+import reference_parts
 import torch
 from reference_batches import Batch, training_batches
 from reference_config import CONFIG, WEIGHTS, write_files
@@ -176,13 +176,13 @@ def read_weights(folder: Path) -> Weights:
 
 def try_compiling(network: Network, one: Batch, device: str) -> None:
     """Compile the parts, and go on without when that fails on this machine."""
-    reference_net.compile_parts = True
+    reference_parts.compile_parts = True
     try:
         with torch.autocast(device, torch.bfloat16):
             loss_of(network, one, device)[0].backward()
     except Exception:  # noqa: BLE001 - whatever a compiler raises, training goes on uncompiled
         traceback.print_exc()
-        reference_net.compile_parts = False
+        reference_parts.compile_parts = False
     for parameter in network.parameters():
         parameter.grad = None
 
@@ -202,7 +202,7 @@ def train(options: argparse.Namespace) -> None:
     started = time.monotonic()
     if options.compile:
         try_compiling(network, next(batches), device)
-    print(f"ready after {time.monotonic() - started:.1f} s, compiled: {reference_net.compile_parts}", flush=True)
+    print(f"ready after {time.monotonic() - started:.1f} s, compiled: {reference_parts.compile_parts}", flush=True)
     watched = judged("held-out", "watched", 12, (500, 2000, 8000))
     trained = time.monotonic()
     length = 60 * options.minutes - (trained - started)
