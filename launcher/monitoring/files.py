@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import yaml
@@ -35,16 +36,20 @@ class Job:
 
 def files(profile: str, jobs: tuple[Job, ...]) -> dict[str, str]:
     """Return all files for the jobs of one service."""
-    pages = shipped_dashboards()
     return {
         PROMETHEUS_FILE: _yaml(prometheus(profile, jobs)),
         ALERTS_FILE: (SHIPPED / "alerts.yaml").read_text(encoding="utf-8"),
         DATASOURCES_FILE: _yaml(DATASOURCES),
         PROVIDERS_FILE: _yaml(PROVIDERS),
-        **{
-            f"{DASHBOARDS_DIR}/{name}.json": json.dumps(dashboards.grafana(name, page), indent=1) + "\n"
-            for name, page in pages.items()
-        },
+        **_pages(),
+    }
+
+
+@cache
+def _pages() -> dict[str, str]:
+    return {
+        f"{DASHBOARDS_DIR}/{name}.json": json.dumps(dashboards.grafana(name, page), indent=1) + "\n"
+        for name, page in shipped_dashboards().items()
     }
 
 
@@ -54,6 +59,7 @@ def digest(texts: Mapping[str, str], folder: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
+@cache
 def shipped_dashboards() -> dict[str, dashboards.Dashboard]:
     """Return the dashboards that come with the launcher."""
     return dashboards.read(yaml.safe_load((SHIPPED / "dashboards.yaml").read_text(encoding="utf-8")))

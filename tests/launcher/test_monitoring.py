@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ PANELS = [
 ]
 
 
+@cache
 def plan(profile: str = "rtx4090", variant: Variant = NVIDIA) -> Plan:
     return plan_for(load_profile(profile), variant)
 
@@ -37,8 +39,14 @@ def rendered(made: Plan, variant: Variant = NVIDIA) -> dict[str, str]:
 
 
 def compose(made: Plan, variant: Variant = NVIDIA) -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load(rendered(made, variant)["compose.yaml"])
+    document: dict[str, Any] = json.loads(_compose(made.profile, made.monitoring, variant))
     return document
+
+
+@cache
+def _compose(profile: str, ports: Monitoring, variant: Variant) -> str:
+    made = plan(profile, variant).model_copy(update={"monitoring": ports})
+    return json.dumps(yaml.safe_load(rendered(made, variant)["compose.yaml"]))
 
 
 def scraped(texts: dict[str, str]) -> dict[str, str]:
