@@ -15,8 +15,9 @@ DRAIN_S = 2.0
 GROUP_ENDS_S = 30.0
 """A process that holds a GPU may take so long to end."""
 _CHUNK_BYTES = 1 << 16
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """prctl(2)"""
+_LIBC = ctypes.CDLL(None)
 
 
 class Engine:
@@ -24,7 +25,12 @@ class Engine:
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=end_with_parent,
         )
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
@@ -82,7 +88,12 @@ class Engine:
             time.sleep(0.02)
 
 
+def end_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends; between fork and exec of a child."""
+    # An engine without its keeper would go on unwatched, and hold the GPU against the next one.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def adopt_orphans() -> None:
     """Become the parent of what an engine leaves behind, so that its end can be waited for."""
-    # Where the call does not exist orphans go to init, which ends them too.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from launcher.operate import tail
 from launcher.operate.budget import Budget
 from launcher.operate.endings import BY_WATCHDOG, MEMORY_CAUSES, Again, End, Stop, judge, reason_of
-from launcher.operate.engine import Engine, adopt_orphans
+from launcher.operate.engine import Engine, adopt_orphans, end_with_parent
 from launcher.operate.events import EventLog, Kind, event
 from launcher.operate.service_state import Mode, ServiceStatus, StateFile
 
@@ -220,7 +220,9 @@ class Keeper:
         if time.monotonic() - self._watchdog_s < WATCHDOG_AGAIN_S or self._is_stopping:
             return
         self._watchdog_s = time.monotonic()
-        self._watchdog = subprocess.Popen(self._settings.watchdog, stdin=subprocess.DEVNULL, stdout=self._out)
+        self._watchdog = subprocess.Popen(
+            self._settings.watchdog, stdin=subprocess.DEVNULL, stdout=self._out, preexec_fn=end_with_parent
+        )
 
     def _over(self, exit_code: int) -> int:
         if self._watchdog is not None and self._watchdog.poll() is None:

@@ -209,14 +209,15 @@ def test_a_full_disk_under_the_log_does_not_stop_the_engine(keep: Keep) -> None:
     assert kept.process.is_alive()
 
 
-def test_an_engine_outlived_by_its_keepers_status_counts_as_ended(keep: Keep) -> None:
+def test_an_engine_ends_with_its_keeper_and_counts_as_ended(keep: Keep) -> None:
     kept = keep(SERVES + "time.sleep(60)")
     kept.wait_for(lambda: kept.status.phase == "serving")
     pid = kept.status.engine_pid
     assert pid is not None
     kept.process.kill()
     kept.process.join()
-    os.killpg(pid, signal.SIGKILL)
+    # Nobody would keep it any more.
+    kept.wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     again = keep(SERVES + "time.sleep(60)")
     again.wait_for(lambda: again.status.phase == "serving" and again.status.restarts == 1)
     assert len(again.status.ends_s) == 1
@@ -345,12 +346,16 @@ def test_a_stop_for_good_reaches_the_webhook_before_the_end(keep: Keep, hook: st
         "watch": {"every_s": 0.2},
     }
     (tmp_path / "watch.json").write_text(json.dumps(watch), encoding="utf-8")
-    dies = "time.sleep(2)\nprint(\"OSError: [Errno 28] No space left on device: '/cache/x'\", flush=True)\nsys.exit(1)"
+    go = tmp_path / "go"
+    dies = f"while not os.path.exists('{go}'): time.sleep(0.02)\n"
+    dies += "print(\"OSError: [Errno 28] No space left on device: '/cache/x'\", flush=True)\nsys.exit(1)"
     kept = keep(
         SERVES + dies,
         watchdog=[sys.executable, "-m", "launcher.operate", "watch", str(tmp_path / "watch.json")],
         linger_s=3,
     )
+    kept.wait_for(lambda: "watchdog-started" in kept.kinds(), 30)
+    go.touch()
     kept.wait_for(lambda: any("starting again does not help" in text for text in Hook.texts), 30)
     assert kept.ended() == 0
     assert hook not in kept.log.read_text("utf-8")
