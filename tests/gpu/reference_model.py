@@ -62,10 +62,10 @@ def run(case: str, dialogues: int, lengths: list[int], model: Path) -> dict[str,
     from vllm.platforms import current_platform
 
     place: dict[str, Any] = (
-        {"max_num_seqs": 128, "gpu_memory_utilization": 0.2, "additional_config": {"gdn_prefill_backend": "triton"}}
+        {"max_num_seqs": 128, "gpu_memory_utilization": 0.05, "additional_config": {"gdn_prefill_backend": "triton"}}
         if current_platform.is_cuda()
         # Without Triton no state of a cached prefix can be copied beside speculation.
-        else {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 30, "enable_prefix_caching": False}
+        else {"max_num_seqs": 16, "enable_prefix_caching": False}
     )
     llm = LLM(
         model=str(model),
@@ -74,6 +74,8 @@ def run(case: str, dialogues: int, lengths: list[int], model: Path) -> dict[str,
         max_num_batched_tokens=8192,
         enforce_eager=True,
         disable_log_stats=False,
+        # A given pool, so that others may start on the same card meanwhile.
+        kv_cache_memory_bytes=(4 if current_platform.is_cuda() else 1) << 30,
         **place,
         **CASES[case],
     )
