@@ -1,11 +1,11 @@
-"""What the gateway needs in a service's folder beside the rendered files: keys, a certificate, a place for status."""
+"""What the gateway needs in a service's folder beside the rendered files: keys, and a certificate."""
 
 from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.gateway import keys
 from launcher.gateway.keys import Key
-from launcher.gateway.services import FOLDER, SHARED
+from launcher.gateway.services import FOLDER
 from launcher.plan import Gateway
 from launcher.service_files import store_secret
 from launcher.state import ServiceState
@@ -19,10 +19,6 @@ def install(gateway: Gateway, state: ServiceState) -> None:
     """
     if not own_key_file(state).is_file():
         store_secret(state, "api_key", keys.new_secret())
-    shared = state.root / SHARED
-    shared.mkdir(parents=True, exist_ok=True)
-    # Written by the container's user, which is none of this machine's.
-    shared.chmod(0o777)
     write_map(state)
     if gateway.tls_certificate is not None:
         _write(secrets_dir(state) / keys.TLS_NAME, _certificate(Path(gateway.tls_certificate).expanduser()))

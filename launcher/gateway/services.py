@@ -10,6 +10,7 @@ from launcher.gateway import edge
 from launcher.gateway.keys import KEYS_NAME, TLS_NAME
 from launcher.operate.gateway.settings import Settings
 from launcher.plan import Gateway, Plan
+from launcher.watching import services as watching
 
 EDGE, RELAY = "gateway", "relay"
 IMAGE = "haproxy"
@@ -18,9 +19,6 @@ RELOAD_SIGNAL = "SIGUSR2"
 EDGE_USER = "99:99"
 """The user that the haproxy image makes."""
 FOLDER = "gateway"
-SHARED, STATUS_DIR = "operate/shared", "/run/graft-operate"
-"""Where the service's status is written, in the service's folder and in containers."""
-PROGRAM = "/opt/graft/operate.pyz"
 CONFIGURATION = f"{FOLDER}/haproxy.cfg"
 SETTINGS = f"{FOLDER}/relay.json"
 IN_CONTAINER = "/run/graft/gateway"
@@ -51,7 +49,7 @@ def files(gateway: Gateway, heading: str, upstream: str) -> dict[str, str]:
         port=RELAY_PORT,
         metrics_port=RELAY_METRICS_PORT,
         api_key_file=Path("/run/secrets/api_key"),
-        state_dir=Path(STATUS_DIR),
+        state_dir=Path(watching.IN_CONTAINER),
         max_request_bytes=gateway.max_request_bytes,
         max_body_bytes=max(MOST_BODIES_BYTES, 2 * gateway.max_request_bytes),
         max_in_flight=gateway.max_in_flight,
@@ -100,14 +98,14 @@ def _relay(within: Within) -> Service:
     return Service(
         image=within.image,
         pull_policy="never",
-        entrypoint=("python3", "-P", PROGRAM, "gateway", f"{IN_CONTAINER}/{Path(SETTINGS).name}"),
+        entrypoint=("python3", "-P", watching.PROGRAM, "gateway", f"{IN_CONTAINER}/{Path(SETTINGS).name}"),
         # The image asks for all GPUs where NVIDIA's runtime is Docker's default one; the relay has no use for any.
         environment={"PYTHONDONTWRITEBYTECODE": "1", "NVIDIA_VISIBLE_DEVICES": "void"},
         secrets=within.secrets,
         user=within.user,
         init=True,
         networks=(INSIDE,),
-        volumes=(_bind(f"./{FOLDER}", IN_CONTAINER), _bind(f"./{SHARED}", STATUS_DIR)),
+        volumes=(_bind(f"./{FOLDER}", IN_CONTAINER), _bind(f"./{watching.SHARED}", watching.IN_CONTAINER)),
         mem_limit="768m",
         restart="on-failure",
         stop_grace_period="10s",

@@ -16,21 +16,25 @@ from typing import NoReturn
 import httpx
 import pytest
 
+from launcher.gateway.install import install
+from launcher.gateway.services import IMAGE as EDGE_IMAGE
 from launcher.host import docker
 from launcher.host.facts import Docker
 from launcher.images import build
-from launcher.images.pins import Pin
+from launcher.images.pins import Pin, load_pins
 from launcher.plan import Plan
 from launcher.planner import Inputs, make
 from launcher.prepare import models_dir
-from launcher.profile import load_model, load_profile
+from launcher.profile import Gateway, load_model, load_profile
 from launcher.runtime.compose import ComposeService
 from launcher.service_files import service_files, store_secret, write
 from launcher.state import ServiceState
+from launcher.watching import folder
 from launcher.weights.fetch import ensure_model
 from tests.compose import standin
 
 API_KEY = "a-key-that-must-not-leak"
+NO_GATEWAY = Gateway(enabled=False)
 
 
 def missing(what: str) -> NoReturn:
@@ -53,6 +57,7 @@ def base(engine: Docker) -> standin.Standin:
     lacking = standin.lacking()
     if lacking is not None:
         missing(lacking)
+    standin.ensure_edge(load_pins(lock=Path("no-digests-recorded.json")).services[EDGE_IMAGE].base)
     return standin.ensure()
 
 
@@ -86,16 +91,21 @@ class Deployer:
     engine: Docker
     folder: Path
 
-    def __call__(self, name: str, model_dir: Path, api_key: str | None = None) -> Deployed:
+    def __call__(
+        self, name: str, model_dir: Path, api_key: str | None = None, *, gateway: Gateway = NO_GATEWAY
+    ) -> Deployed:
         profile = load_profile("cpu")
         serve = profile.serve.model_copy(update={"port": free_port()})
-        profile = profile.model_copy(update={"name": f"test-{name}", "serve": serve})
+        profile = profile.model_copy(update={"name": f"test-{name}", "serve": serve, "gateway": gateway})
         inputs = Inputs(profile=profile, model=load_model(profile.model), pin=self.pin, runtime="docker")
         plan = make(inputs).plan
         state = ServiceState(self.folder / plan.profile)
         if api_key is not None:
             store_secret(state, "api_key", api_key)
         assert plan.image is not None
+        if plan.gateway is not None:
+            install(plan.gateway, state)
+        folder.make(state)
         write(state.root, service_files(plan, state, model_dir, self.engine))
         image = build.tag(plan.image, build.build_wheel())
         return Deployed(plan, state, image, ComposeService(state.compose_file, plan))

@@ -6,6 +6,7 @@ packages from the engine environment of this checkout.
 """
 
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ NOT_IN_THE_BASE = ("vllm-", "vllm_graft", "__editable__")
 """What the engine environment holds that stands for something else, or comes later."""
 REPOSITORY = "graft-test/vllm-openai"
 LABEL = "graft.stand-in"
+EDGE_LABEL = "graft.stand-in.edge"
 CHANGES = (
     'ENTRYPOINT ["vllm", "serve"]',
     "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -66,7 +68,7 @@ def lacking() -> str | None:
         return NO_ENGINE
     if shutil.which("debootstrap") is None or os.geteuid() != 0:
         return "debootstrap is needed, and root to run it"
-    return None
+    return None if shutil.which("haproxy") else "haproxy is not installed; `sudo apt-get install haproxy` installs it"
 
 
 def describe() -> Standin:
@@ -150,3 +152,41 @@ def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
     return entry
+
+
+def ensure_edge(reference: str) -> None:
+    """Make an image of this machine's HAProxy under the name of the real one, unless Docker has one of this name."""
+    if subprocess.run(["docker", "image", "inspect", reference], capture_output=True, check=False).returncode == 0:
+        return
+    program = shutil.which("haproxy")
+    assert program is not None, "haproxy is not installed"
+    files: dict[str, bytes | str] = {**libraries(program), "bin/haproxy": Path(program).read_bytes()}
+    image_of(reference, files, {}, ("ENV PATH=/bin", f"LABEL {EDGE_LABEL}=true"))
+
+
+def image_of(reference: str, files: dict[str, bytes | str], owned: dict[str, int], changes: tuple[str, ...]) -> None:
+    """Make an image of files (a text is a link) and of folders with their owners."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, owner in {"tmp": 0, "etc": 0, **owned}.items():
+            folder = tarfile.TarInfo(name)
+            folder.type, folder.uid, folder.gid = tarfile.DIRTYPE, owner, 0
+            folder.mode = 0o1777 if name == "tmp" else 0o755
+            tar.addfile(folder)
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.mode = 0o755
+            if isinstance(content, str):
+                entry.type, entry.linkname = tarfile.SYMTYPE, content
+                tar.addfile(entry)
+            else:
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    argv = ["docker", "import", *(part for change in changes for part in ("--change", change)), "-", reference]
+    subprocess.run(argv, input=archive.getvalue(), capture_output=True, check=True)
+
+
+def libraries(binary: str) -> dict[str, bytes | str]:
+    """Return the libraries that a program of this machine needs, and its loader, by their paths."""
+    listed = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout.split()
+    return {path.lstrip("/"): Path(path).read_bytes() for path in listed if path.startswith("/")}
