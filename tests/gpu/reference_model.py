@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,8 @@ def main() -> int:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     for case in options.case:
         start = time.monotonic()
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(1) as pool:
-            results[case] = pool.apply(run, (case, options.dialogues, options.lengths, options.model))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            results[case] = process.submit(run, case, options.dialogues, options.lengths, options.model).result()
         results[case]["seconds"] = round(time.monotonic() - start, 1)
         print(case, {key: value for key, value in results[case].items() if key != "faults"}, flush=True)
         options.results.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
