@@ -19,7 +19,7 @@ from launcher.measure.tools import ToolReport
 from launcher.measure.verdict import Check, Parts, Skipped
 
 SCHEMA = 1
-CALL_TOKENS = 2000
+CALL_TOKENS = 3500
 """Longest request of the tool-call suite and its reply, in tokens of a byte-level tokenizer."""
 
 SHORTEST_CONTEXT = 256

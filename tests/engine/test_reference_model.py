@@ -82,7 +82,7 @@ def test_it_finds_a_needle(target: Target, chars: int) -> None:
 
 
 def test_it_passes_the_quick_verification(target: Target) -> None:
-    settings = replace(verify.quick(1, 4096), prefix_tokens=1200, concurrency=2)
+    settings = replace(verify.quick(1, 8192), prefix_tokens=1200, concurrency=2)
     report = verify.verify(target, settings, Silent())
     assert report.passed, report.failures
     assert [one.passed for one in report.checks] == [True, True, True, True, None]
