@@ -61,6 +61,7 @@ class Stack:
     upstream_port: int
     relay_settings: Mapping[str, object] = field(default_factory=dict)
     edge_settings: Mapping[str, object] = field(default_factory=dict)
+    internal_key: str = INTERNAL_KEY
 
     def __post_init__(self) -> None:
         self.port, self.relay_port, self.metrics_port = free_port(), free_port(), free_port()
@@ -74,7 +75,7 @@ class Stack:
 
     def __enter__(self) -> "Stack":
         self.keys_file.write_text(key_map(KEYS), encoding="utf-8")
-        (self.folder / "api_key").write_text(INTERNAL_KEY, encoding="utf-8")
+        (self.folder / "api_key").write_text(self.internal_key, encoding="utf-8")
         settings = {
             "upstream": f"http://127.0.0.1:{self.upstream_port}",
             "host": "127.0.0.1",
