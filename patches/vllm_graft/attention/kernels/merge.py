@@ -37,7 +37,8 @@ def _merge(
     top = tl.where(top == float("-inf"), 0.0, top)  # neither side has a key: both weights are 0, not NaN
     a, b = tl.exp(a - top), tl.exp(b - top)
     total = a + b
-    share = tl.where(total > 0.0, 1.0 / total, 0.0)
+    lse = tl.where(total > 0.0, top + tl.log(tl.maximum(total, 1e-30)), float("-inf"))
+    share = 1.0 / tl.maximum(total, 1e-30)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = present[:, None] & (column < D)
     row = token.to(tl.int64)[:, None]
@@ -45,7 +46,7 @@ def _merge(
     y = tl.load(right + row * stride_right + head * D + column, mask=inside, other=0.0).to(tl.float32)
     merged = x * (a * share)[:, None] + y * (b * share)[:, None]
     tl.debug_barrier()  # outputs may be inputs, of which several warps hold a copy: all have read before one writes
-    tl.store(out_lse + head * stride_out_lse + token, top + tl.log(total), mask=present)
+    tl.store(out_lse + head * stride_out_lse + token, lse, mask=present)
     tl.store(out + row * stride_out + head * D + column, merged.to(out.dtype.element_ty), mask=inside)
 
 
