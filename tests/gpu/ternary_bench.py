@@ -111,6 +111,42 @@ def dense_us(shape: Shape, m: int) -> float:
     return microseconds([partial(torch.nn.functional.linear, x, one) for one in dense])
 
 
+def marlin_us(shape: Shape, m: int) -> float:
+    """Time of the same product by vLLM's Marlin kernel with int4 weights in groups of 128.
+
+    Raises:
+        ImportError: there is no vLLM here.
+
+    """
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+    from vllm.scalar_type import scalar_types
+
+    copies = max(2, -(-COLD_BYTES // (shape.n * shape.k // 2)))
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = marlin_utils.marlin_make_workspace_new(device)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    x = torch.randn(m, shape.k, device=device, dtype=torch.bfloat16)
+    calls = []
+    for _ in range(copies):
+        codes = torch.randint(-(2**31), 2**31 - 1, (shape.k // 8, shape.n), device=device, dtype=torch.int32)
+        scales = torch.rand(shape.k // 128, shape.n, device=device, dtype=torch.bfloat16) * 0.01
+        calls.append(
+            partial(
+                marlin_utils.apply_gptq_marlin_linear,
+                input=x,
+                weight=ops.gptq_marlin_repack(codes, shape.k, shape.n, 4),
+                weight_scale=marlin_utils.marlin_permute_scales(scales, shape.k, shape.n, 128),
+                weight_zp=nothing,
+                workspace=workspace,
+                wtype=scalar_types.uint4b8,
+                output_size_per_partition=shape.n,
+                input_size_per_partition=shape.k,
+            )
+        )
+    return microseconds(calls)
+
+
 def error(m: int, shape: Shape, group: int | None, dtype: torch.dtype, config: Config | None, bias: bool) -> float:
     """Relative error of one product against float64; NaN when a repetition differs or an output is left out."""
     scale_dtype = torch.float32 if group is None else dtype

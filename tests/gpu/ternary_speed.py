@@ -3,15 +3,17 @@
 
     python3 tests/gpu/ternary_speed.py --tune --results tests/gpu/results/ternary_speed.json
 
-Needs torch, Triton and one NVIDIA GPU; no vLLM, no network.  Without --tune only the configurations that
-`kernels.choose` gives are measured.  Each figure is written as soon as it is there, and one that is in the
-results file is not measured again.  The exit status is 1 when a product is wrong, 3 when the budget ended first.
+Needs torch, Triton and one NVIDIA GPU, no network; where vLLM is there, its Marlin kernel is timed too.  Without
+--tune only the configurations that `kernels.choose` gives are measured.  Each figure is written as soon as it is
+there, and one that is in the results file is not measured again.  The exit status is 1 when a product is wrong, 3
+when the budget ended first.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -126,6 +128,7 @@ class Run:
         self.path, self.deadline, self.tune, self.only = path, deadline, tune, only
         self.started = time.monotonic()
         self.left = False
+        self.with_vllm = importlib.util.find_spec("vllm") is not None
         self.weights: dict[Shape, list[Any]] = {}
         self.results: dict[str, Any] = {"schema": SCHEMA, "host": {}, "ceilings": {}, "correct": {}, "us": {}}
         if path.exists():
@@ -207,6 +210,8 @@ class Run:
             self.weights[shape] = bench.weights(shape, None)
         packed = self.weights[shape][: 48 if m < 512 else 4]
         self._time(f"{m} x {shape} bf16", partial(bench.dense_us, shape, m))
+        if self.with_vllm:
+            self._time(f"{m} x {shape} marlin", partial(bench.marlin_us, shape, m))
         for config in configs:
             self._time(self._key(m, shape, config), partial(bench.ternary_us, packed, m, config))
         self._write()
@@ -219,7 +224,7 @@ class Run:
             return
         try:
             self.results["us"][key] = round(measure(), 3)
-        except triton.runtime.errors.OutOfResources as refusal:
+        except (triton.runtime.errors.OutOfResources, ImportError, AttributeError) as refusal:
             self.results["us"][key] = None
             self.results["not_compiled"].append(f"{key}: {refusal}")
 
@@ -227,7 +232,7 @@ class Run:
         """Times of the configurations of one product, in microseconds."""
         start = f"{m} x {shape} "
         found = {key.removeprefix(start): us for key, us in self.results["us"].items() if key.startswith(start)}
-        return {key: us for key, us in found.items() if us is not None and key != "bf16"}
+        return {key: us for key, us in found.items() if us is not None and key not in ("bf16", "marlin")}
 
     def table(self) -> str:
         """The best and the chosen configuration of each product."""
@@ -253,7 +258,9 @@ class Run:
         self, m: int, shape: Shape, best: str, us: float, chosen: str, chosen_us: float | None, copy: float
     ) -> str:
         dense = self.results["us"].get(f"{m} x {shape} bf16")
+        marlin = self.results["us"].get(f"{m} x {shape} marlin")
         ratio = f"{dense / us:.2f} x bf16" if dense else "no bf16"
+        ratio += f", {marlin / us:.2f} x Marlin int4" if marlin else ""
         if m <= 16:
             rate = f"{shape.packed_bytes / us * 1e6 / copy:.0%} of copy"
         else:

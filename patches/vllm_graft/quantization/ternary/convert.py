@@ -30,6 +30,7 @@ RECORD = "graft-ternary.json"
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 KEPT = ("*embed*", "*lm_head*", "*norm*", "*conv1d*", "*visual.*", "*vision*", "*router*", "*.gate", "*.score")
 _ROWS_AT_ONCE = 1024
+_MEASURED = ".error"  # beside a file that is done: squared norms of its error and of its weights
 _FILE_MODE = 0o644  # the server in a container is another user
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COPIED = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py|md)|LICENSE.*|NOTICE.*")
@@ -254,16 +255,15 @@ def _converted(source: Path, tensor: Source, options: Options, measured: torch.T
 
 
 def _write_shard(file: Path, tensors: Mapping[str, torch.Tensor], measured: torch.Tensor) -> None:
+    _write_text(file.with_suffix(_MEASURED), json.dumps(measured.tolist()))
     partial = file.with_suffix(".part")
-    metadata = {"format": "pt", "graft_error": f"{measured[0].item()} {measured[1].item()}"}
-    save_file(dict(tensors), partial, metadata=metadata)
+    save_file(dict(tensors), partial, metadata={"format": "pt"})
     partial.chmod(_FILE_MODE)
     _publish(partial, file)
 
 
 def _measured(file: Path) -> torch.Tensor:
-    with safe_open(file, framework="pt") as opened:
-        return torch.tensor([float(part) for part in opened.metadata()["graft_error"].split()], dtype=torch.float64)
+    return torch.tensor(json.loads(file.with_suffix(_MEASURED).read_text(encoding="utf-8")), dtype=torch.float64)
 
 
 def _begin(work: Path, begun: Mapping[str, Any]) -> None:
@@ -314,7 +314,8 @@ def _finish(
     for file in source.iterdir():
         if file.is_file() and _COPIED.fullmatch(file.name) and file.name not in _NOT_COPIED:
             shutil.copyfile(file, work / file.name)
-    (work / RECORD).unlink()
+    for file in (work / RECORD, *work.glob(f"*{_MEASURED}")):
+        file.unlink()
     _publish(work, target)
 
 
