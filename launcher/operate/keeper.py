@@ -63,6 +63,8 @@ class Keeper:
         self._watchdog_s = float("-inf")
         self._is_stopping = False
         self._log_fails = False
+        self._has_served = False
+        """Since `graft up`, by this engine or one before it."""
         self._ended_s: float | None = None
         """When the engine ended that is being replaced; None where none is."""
 
@@ -72,18 +74,17 @@ class Keeper:
             signal.signal(number, self._stop)
         adopt_orphans()
         status = self._taken_over()
-        has_served = status.phase != "loading"
+        self._has_served = status.phase != "loading"
         while True:
             exit_code, words = self._one_run()
             if self._is_stopping:
                 self._change(phase="stopped", reason="stopped on request", engine_pid=None, next_start_s=None)
                 return self._over(exit_code)
-            has_served = has_served or self._state.read().phase == "serving"
-            follows = self._after(self._end(exit_code, has_served, words))
+            follows = self._after(self._end(exit_code, words))
             if isinstance(follows, Stop):
                 self._pause(self._settings.linger_s)
                 # What gives up on purpose is not started again by others; a first start fails as the engine did.
-                return self._over(0 if has_served else exit_code)
+                return self._over(0 if self._has_served else exit_code)
             self._pause(follows.wait_s)
             if self._is_stopping:
                 self._change(phase="stopped", reason="stopped on request", next_start_s=None)
@@ -130,7 +131,7 @@ class Keeper:
 
     def _serves(self) -> None:
         took_s = None if self._ended_s is None else round(time.time() - self._ended_s, 2)
-        self._ended_s = None
+        self._ended_s, self._has_served = None, True
         status = self._change(phase="serving", cause=None, remedy=None)
         if not status.is_degraded:
             self._change(reason="")
@@ -138,17 +139,19 @@ class Keeper:
         mode = " with the smaller settings" if status.is_degraded else ""
         self._tell("engine-serving", f"the engine serves{again}{mode}", took_s=took_s)
 
-    def _end(self, exit_code: int, has_served: bool, words: tail.Tail) -> End:
+    def _end(self, exit_code: int, words: tail.Tail) -> End:
         """Return how the engine ended and why; its last words are saved."""
         tail.save(words, self._settings.folder)
         now_s = time.time()
         status = self._state.read()
-        if status.cause == BY_WATCHDOG and exit_code == -signal.SIGKILL:
-            return End(exit_code, has_served, now_s, BY_WATCHDOG, status.reason)
         found = self._diagnosis(exit_code, words, status)
-        if found is None:
-            return End(exit_code, has_served, now_s)
-        return End(exit_code, has_served, now_s, found.cause, found.message, found.remedy, found.restart_helps)
+        # An engine that dies slowly may have been ended by the watchdog: what it said itself comes first.
+        if found is not None:
+            how = (found.cause, found.message, found.remedy, found.restart_helps)
+            return End(exit_code, self._has_served, now_s, *how)
+        if status.cause == BY_WATCHDOG:
+            return End(exit_code, self._has_served, now_s, BY_WATCHDOG, status.reason)
+        return End(exit_code, self._has_served, now_s)
 
     def _diagnosis(self, exit_code: int, words: tail.Tail, status: ServiceStatus) -> Any:
         # Late: most keepers never need the rules, and they are half of the memory.

@@ -56,6 +56,9 @@ class Kept:
         path = self.folder / FILE_NAME
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
+    def change(self, **update: Any) -> None:
+        StateFile(self.folder).change(lambda status: status.model_copy(update=update))
+
     def kinds(self) -> list[str]:
         return [one["kind"] for one in self.events]
 
@@ -134,6 +137,25 @@ def test_an_engine_that_served_and_ended_is_started_again(keep: Keep, tmp_path: 
     (words,) = kept.folder.glob("last-words-*.log")
     assert "a word" in words.read_text("utf-8")
     assert kept.status.reason == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"), [("", "engine-hang"), (f"EngineCore encountered a fatal error.\n{OOM}", "serving-oom")]
+)
+def test_an_engine_that_ends_while_the_watchdog_ends_it_served_all_the_same(keep: Keep, said: str, cause: str) -> None:
+    script = (
+        f"print({said!r}, flush=True)\n{SERVES}import signal\nsignal.signal(15, lambda *_: os._exit(0))\ntime.sleep(60)"
+    )
+    kept = keep(script)
+    kept.wait_for(lambda: "engine-serving" in kept.kinds())
+    pid = kept.status.engine_pid
+    assert pid is not None
+    kept.change(phase="restarting", cause="engine-hang", reason="the engine is stuck")
+    os.kill(pid, signal.SIGTERM)
+    kept.wait_for(lambda: "engine-ended" in kept.kinds())
+    (ended,) = [one for one in kept.events if one["kind"] == "engine-ended"]
+    assert ended["cause"] == cause
+    kept.wait_for(lambda: kept.kinds().count("engine-serving") == 2)
 
 
 def test_an_exhausted_budget_stops_and_tells(keep: Keep) -> None:
