@@ -40,7 +40,7 @@ KEPT_FAULTS = 20
 def main() -> int:
     options = _options()
     results: dict[str, Any] = {}
-    report = {"model": _weights_sha256(options.model), "split": "held-out", **_versions(), "cases": results}
+    report = {"weights_sha256": _weights_sha256(options.model), "split": "held-out", **_versions(), "cases": results}
     options.results.parent.mkdir(parents=True, exist_ok=True)
     for case in options.case:
         start = time.monotonic()
