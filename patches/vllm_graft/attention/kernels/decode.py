@@ -601,6 +601,8 @@ _COMPILED = isinstance(_attend, triton.JITFunction)
 HEAD_SIZES = (64, 96, 128, 256)
 MAX_ROWS = 128
 """Query heads of a KV head times tokens of a verify step that are tested; a longer chunk is a prefill's."""
+_BLOCK_REQUESTS = 64
+"""Requests whose lengths are read at once; more make another variant."""
 _BLOCK_ROWS = 32
 """Rows of one unit: operands and accumulators of more spill, so more rows are more units that read the same tokens."""
 _MERGE_BLOCK = 16
@@ -707,7 +709,7 @@ def verify_attention(
     partial = workspace.partial
     stats = partial[(workspace.programs + num_requests * num_kv_heads * blocks) * block_rows * head_size :]
     cache = kv_cache.view(torch.uint16)
-    block_requests = max(16, triton.next_power_of_2(num_requests))
+    block_requests = max(_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
     if not layout.key_is_fp8:
         if codebook is None:
             raise ValueError(f"codebook: {layout.preset.name} needs the one of prepare_codebook")
