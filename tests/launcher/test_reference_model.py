@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import reference_config
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_config import CONFIG, IM_END, TOKEN_IDS, WEIGHTS, decode, encode
 from reference_rows import PROMPT, REPLY, TEMPLATE, Row, judged, judged_row, prompt_and_reply, training_rows
@@ -136,6 +136,7 @@ def test_the_prompt_ends_where_the_model_goes_on(thinking: bool | None, end: str
     assert prompt == f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{end}"
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_text_becomes_bytes_and_comes_back(text: str) -> None:
     assert decode(encode(text)) == text
