@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import math
@@ -27,6 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
 
 import torch
+import triton
+import vllm
 from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
 from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
 from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
@@ -415,7 +416,7 @@ def run(results: Path, shapes: tuple[tuple[int, int], ...]) -> int:
     begun = time.perf_counter()
     report: dict[str, Any] = {"times": [], "flash": [], "errors": []}
     report["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else "dry run"
-    report["versions"] = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "triton")}
+    report["versions"] = {module.__name__: module.__version__ for module in (vllm, torch, triton)}
     if DEVICE == "cuda":
         report["copy_bytes_per_s"] = copy_bytes_per_s()
 
