@@ -8,7 +8,7 @@ from launcher.measure.bench import Result, Settings
 from launcher.measure.html_report import Chart, Page, Table
 from launcher.measure.load_verdict import Thresholds, at_most, errors, gpu_bound, gpu_memory, gpu_peak_bytes, throughput
 from launcher.measure.soak_record import Record
-from launcher.measure.soak_report import server_charts
+from launcher.measure.soak_report import events_table, server_charts
 from launcher.measure.verdict import Check, passed
 
 SCHEMA = 1
@@ -82,7 +82,7 @@ def page(settings: Settings, results: tuple[Result, ...], record: Record, thresh
         passed=passed(found),
         checks=found,
         charts=[*_sweep_charts(results), *server_charts(record)],
-        tables=[_table(results)],
+        tables=[_table(results), events_table(record)],
     )
 
 

@@ -23,6 +23,7 @@ class Mark:
 
     x: float
     said: str
+    is_trouble: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def _figure(chart: Chart) -> str:
         f'<span><i style="background:{COLOURS[number % len(COLOURS)]}"></i>{escape(name)}</span>'
         for number, name in enumerate(chart.lines)
     )
+    legend += '<span class="events">dashed: events, see below</span>' if chart.marks else ""
     about = f"<p>{escape(chart.about)}</p>" if chart.about else ""
     return f"<figure><h2>{escape(chart.title)}</h2>{about}{svg(chart)}<figcaption>{legend}</figcaption></figure>"
 
@@ -170,7 +172,9 @@ def _marks(chart: Chart, place: Place) -> Iterable[str]:
     for mark in chart.marks:
         x, bottom = place(mark.x, 0)
         said = escape(f"{chart.x(mark.x)}: {mark.said}")
-        yield f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom:.1f}"><title>{said}</title></line>'
+        look = "mark trouble" if mark.is_trouble else "mark"
+        place_of = f'x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom:.1f}"'
+        yield f'<line class="{look}" {place_of}><title>{said}</title></line>'
 
 
 def _line(chart: Chart, name: str, points: Points, colour: str, place: Place) -> Iterable[str]:
@@ -221,7 +225,8 @@ figcaption{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px;color:var(--s
 figcaption i{display:inline-block;width:18px;height:3px;margin-right:6px;vertical-align:middle}
 svg{width:100%;height:auto;display:block}svg text{font-size:11px;fill:var(--soft)}
 polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
-.grid{stroke:var(--line)}.mark{stroke:#c0392b;stroke-width:1.5;stroke-dasharray:4 3}
+.grid{stroke:var(--line)}.mark{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:3 4}
+.trouble{stroke:#c0392b;stroke-width:1.6}
 .hover{fill:transparent}.hover:hover{fill:var(--soft)}
 table{border-collapse:collapse;width:100%;background:var(--card);margin:0 0 24px;font-size:14px}
 th,td{text-align:left;padding:6px 12px;border:1px solid var(--line);vertical-align:top}

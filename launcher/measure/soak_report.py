@@ -16,6 +16,7 @@ SCHEMA = 1
 EVENTS_SHOWN = 100
 MARKED = ("restart", "outage", "resumed", "step")
 """Kinds of events that the plots show."""
+TROUBLE = ("restart", "outage")
 TIMES = {
     "first_token": "first token",
     "first_token short": "first token, short requests",
@@ -138,7 +139,7 @@ def server_charts(record: Record) -> list[Chart]:
 
 def _chart(record: Record, title: str, values: dict[str, Value], **more: Any) -> Chart:
     lines = {name: record.timeline.series(value) for name, value in values.items()}
-    marks = [Mark(event.at_s, event.said) for event in record.events if event.kind in MARKED]
+    marks = [Mark(event.at_s, event.said, event.kind in TROUBLE) for event in record.events if event.kind in MARKED]
     return Chart(title, lines, x=html_report.clock, marks=marks, **more)
 
 
@@ -190,13 +191,18 @@ def _tables(record: Record) -> list[Table]:
         [size, f"{record.asked[size]:,}", html_report.percent(record.asked[size] / asked), f"{record.done[size]:,}"]
         for size in SIZES
     ]
-    events = [[html_report.clock(event.at_s), event.kind, event.said] for event in record.events[:EVENTS_SHOWN]]
     return [
         Table("Times", ("what", "count", "median", "95 %", "99 %", "longest"), times),
         Table("Requests by size", ("size", "begun", "share", "replies"), sizes),
-        Table("Events", ("at", "kind", "what"), events),
+        events_table(record),
         Table("Wrong replies (the first)", ("what was wrong",), [[text] for text in record.wrong]),
     ]
+
+
+def events_table(record: Record) -> Table:
+    """Return what happened when; of very many events the first."""
+    rows = [[html_report.clock(event.at_s), event.kind, event.said] for event in record.events[:EVENTS_SHOWN]]
+    return Table("Events", ("at", "kind", "what"), rows)
 
 
 def _time(value: float | None) -> str:

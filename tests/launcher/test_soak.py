@@ -70,18 +70,34 @@ def checked(record: Record, **thresholds: float) -> dict[str, bool | None]:
     return {check.name: check.passed for check in soak_checks(record, replace(Thresholds(), **thresholds))}
 
 
+class Enough(Exception):
+    """Ends a soak before its time."""
+
+
+def until(is_enough: Callable[[Record], bool]) -> Callable[[Record], None]:
+    def look(record: Record) -> None:
+        if is_enough(record):
+            raise Enough
+
+    return look
+
+
+LOOSE = {"first_token_s": 60.0, "p99_first_token_s": 60.0, "p99_gap_s": 60.0, "tokens_a_second": 0.0}
+"""For a machine that is busy with other tests."""
+
+
 def test_a_service_that_does_what_it_is_told_passes(tmp_path: Path) -> None:
     with service() as url:
-        record = soaked(tmp_path, url)
-    assert record.is_finished
-    assert record.replies > 30
+        record = Record(settings(url, duration_s=60.0))
+        with pytest.raises(Enough):
+            soaked(tmp_path, url, record, until(lambda record: record.replies >= 60 and "kv_usage" in record.peaks))
     asked = sum(record.asked[size] for size in SIZES)
-    assert {size: record.asked[size] / asked for size in SIZES} == pytest.approx(dict(SHARES), abs=0.05)
-    assert record.asked["agent"] / asked == pytest.approx(0.5, abs=0.2)
+    assert {size: record.asked[size] / asked for size in SIZES} == pytest.approx(dict(SHARES), abs=0.08)
+    assert record.asked["agent"] / asked == pytest.approx(0.5, abs=0.25)
     assert record.right("calls").rate == record.right("answers").rate == 1
     assert record.sums["reply_tokens"] == TOKENS_A_REPLY * record.replies
     assert record.peaks["kv_usage"] == 0.5
-    assert passed(soak_checks(record, Thresholds()))
+    assert passed(soak_checks(record, replace(Thresholds(), **LOOSE)))
 
 
 def test_a_wrong_call_is_counted_and_shown(tmp_path: Path) -> None:
@@ -89,7 +105,9 @@ def test_a_wrong_call_is_counted_and_shown(tmp_path: Path) -> None:
         return replace(said, calls=(("wrong_tool", "{}"),)) if said.calls and len(asked.body["messages"]) == 2 else said
 
     with service(spoil=staticmethod(spoil)) as url:
-        record = soaked(tmp_path, url)
+        record = Record(settings(url, duration_s=60.0))
+        with pytest.raises(Enough):
+            soaked(tmp_path, url, record, until(lambda record: bool(record.wrong) and record.right("calls").right > 0))
     calls = record.right("calls")
     assert 0 < calls.right < calls.total
     assert checked(record)["tool calls"] is False
@@ -102,15 +120,13 @@ def test_a_refused_request_is_an_error_and_a_full_gateway_is_none(tmp_path: Path
         return {0: (500, "EngineCore died"), 1: (429, "the KV cache is full")}.get(kind)
 
     with service(refuse=staticmethod(refuse)) as url:
-        record = soaked(tmp_path, url)
+        record = Record(settings(url, duration_s=60.0))
+        with pytest.raises(Enough):
+            soaked(tmp_path, url, record, until(lambda record: bool(record.errors and record.turned_away)))
     assert set(record.errors) == {"HTTP 500"}
     assert record.turned_away > 0
     assert checked(record)["errors"] is False
     assert any("EngineCore died" in event.said for event in record.events)
-
-
-class Enough(Exception):
-    """Ends a soak before its time."""
 
 
 def test_a_restart_of_the_server_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,23 +162,21 @@ def test_a_service_that_goes_away_is_an_outage_and_no_heap_of_errors(tmp_path: P
 
 def test_an_interrupted_soak_goes_on_where_it_was(tmp_path: Path) -> None:
     def interrupt(record: Record) -> None:
-        if record.elapsed_s > 0.2:
+        if record.replies:
             raise KeyboardInterrupt
 
     with service() as url:
         with pytest.raises(KeyboardInterrupt):
-            soaked(tmp_path, url, on_tick=interrupt)
+            soaked(tmp_path, url, Record(settings(url, duration_s=60.0)), interrupt)
         kept = soak_record.load(tmp_path / "state.json")
         assert kept is not None
         assert not kept.is_finished
         before_s, replies, sessions = kept.elapsed_s, kept.replies, kept.sessions
         assert replies > 0
-        record = soaked(tmp_path, url, kept)
-    assert record.is_finished
-    assert record.elapsed_s == pytest.approx(0.5, abs=0.4)
-    assert record.elapsed_s > before_s
-    assert record.replies > replies
-    assert record.sessions > sessions
+        with pytest.raises(Enough):
+            soaked(tmp_path, url, kept, until(lambda record: record.replies > replies + 5))
+    assert kept.elapsed_s > before_s
+    assert kept.sessions > sessions
 
 
 def test_the_record_is_the_same_after_its_file(tmp_path: Path) -> None:
@@ -332,7 +346,8 @@ def run(*arguments: str) -> tuple[str, BaseException | None]:
 
 def test_the_command_writes_both_reports_and_ends_with_the_verdict(tmp_path: Path) -> None:
     with service() as url:
-        arguments = ("--url", url, "--duration", "0.4s", "--concurrency", "4", "--out", str(tmp_path))
+        loose = (part for name, bound in LOOSE.items() for part in ("--threshold", f"{name}={bound}"))
+        arguments = ("--url", url, "--duration", "0.4s", "--concurrency", "4", "--out", str(tmp_path), *loose)
         output, error = run(*arguments, "--json")
         assert error is None
         _, failed = run(*arguments, "--threshold", "tokens_a_second=1e9")
@@ -349,7 +364,8 @@ def test_an_interrupted_soak_is_neither_forgotten_nor_mixed_with_another(tmp_pat
     with service() as url:
         record = Record(settings(url, duration_s=0.3), elapsed_s=0.1)
         soak_record.save(record, tmp_path / "state.json")
-        arguments = ("--url", url, "--duration", "0.5s", "--out", str(tmp_path))
+        loose = (part for name, bound in LOOSE.items() for part in ("--threshold", f"{name}={bound}"))
+        arguments = ("--url", url, "--duration", "0.5s", "--out", str(tmp_path), *loose)
         assert "--resume goes on with it" in str(run(*arguments)[1])
         assert run(*arguments, "--resume")[1] is None
         assert json.loads((tmp_path / "soak.json").read_text())["events"][0]["kind"] == "resumed"
