@@ -46,6 +46,8 @@ class Engine:
             select.select([self._output], [], [], POLL_S)
             self._pass_on(on_output)
             on_tick()
+        self._pass_on(on_output)
+        on_tick()
         # Processes that the leader left hold the GPU's memory, and the other end of the output.
         self.signal_group(signal.SIGKILL)
         deadline_s = time.monotonic() + DRAIN_S

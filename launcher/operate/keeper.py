@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +27,9 @@ from launcher.operate.events import EventLog, Kind, event
 from launcher.operate.service_state import Mode, ServiceStatus, StateFile
 
 SERVING_MARKS = (b"Application startup complete", b"Starting vLLM server on")
-"""uvicorn's line, which an argument can switch off, and vLLM's own just before it."""
+"""uvicorn's line, which an argument can switch off, and vLLM's own some seconds before it: then /health is asked."""
+HEALTH_TIMEOUT_S = 1.0
+HEALTH_EVERY_S = 0.5
 WATCHDOG_AGAIN_S = 1.0
 NVIDIA_SMI_TIMEOUT_S = 20.0
 _OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
@@ -41,6 +46,8 @@ class KeeperSettings(BaseModel):
     """Where service.json, events and last words go."""
     commands: dict[Mode, tuple[str, ...]]
     """`normal`, and `degraded` where there are smaller settings."""
+    health_url: str | None = None
+    """Answers with 200 once the engine serves; None: its log is believed."""
     budget: Budget = Budget()
     watchdog: tuple[str, ...] = ()
     """Started beside the engine; empty where something else starts it."""
@@ -105,7 +112,7 @@ class Keeper:
 
     def _one_run(self) -> tuple[int, tail.Tail]:
         """Start an engine, follow it to its end, and return its exit code and its last words."""
-        status, words, seen = self._state.read(), tail.Tail(), b""
+        status, words = self._state.read(), tail.Tail()
         self._oom_kills = _oom_kills()
         self._engine = engine = Engine(self._settings.commands[status.mode])
         self._started_s = time.time()
@@ -113,19 +120,19 @@ class Keeper:
         self._tell("engine-started", f"process {engine.pid}, {status.mode} settings")
         if self._is_stopping:
             engine.signal_leader(signal.SIGTERM)
-        is_serving = False
+        start = _Start(self._settings.health_url)
 
         def on_output(data: bytes) -> None:
-            nonlocal seen, is_serving
             words.add(data)
             self._write(data)
-            if not is_serving:
-                seen = seen[-100:] + data
-                if any(mark in seen for mark in SERVING_MARKS):
-                    is_serving = True
-                    self._serves()
+            start.read(data)
 
-        exit_code = engine.follow(on_output, self._keep_watchdog)
+        def on_tick() -> None:
+            self._keep_watchdog()
+            if start.has_ended():
+                self._serves()
+
+        exit_code = engine.follow(on_output, on_tick)
         self._engine = None
         return exit_code, words
 
@@ -251,6 +258,42 @@ class Keeper:
 
     def _tell(self, kind: Kind, message: str, **more: object) -> None:
         self._events.write(event(kind, self._settings.service, message, **more))
+
+
+class _Start:
+    """Whether an engine's start is over: its log says so, and /health does."""
+
+    def __init__(self, health_url: str | None) -> None:
+        self._health_url = health_url
+        self._seen = b""
+        self._is_announced = False
+        self._is_told = False
+        self._asked_s = float("-inf")
+
+    def read(self, data: bytes) -> None:
+        if not self._is_announced:
+            self._seen = self._seen[-100:] + data
+            self._is_announced = any(mark in self._seen for mark in SERVING_MARKS)
+
+    def has_ended(self) -> bool:
+        """Return True once."""
+        if not self._is_announced or self._is_told or not self._is_healthy():
+            return False
+        self._is_told, self._seen = True, b""
+        return True
+
+    def _is_healthy(self) -> bool:
+        if self._health_url is None:
+            return True
+        if time.monotonic() - self._asked_s < HEALTH_EVERY_S:
+            return False
+        self._asked_s = time.monotonic()
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(self._health_url, timeout=HEALTH_TIMEOUT_S) as answer:
+                return bool(answer.status == HTTPStatus.OK)
+        except (OSError, HTTPException):
+            return False
 
 
 def _oom_kills(counters: Sequence[Path] = _OOM_COUNTERS) -> int:

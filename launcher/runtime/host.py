@@ -224,6 +224,7 @@ def _kept(plan: Plan, watch: Watch, state: ServiceState, serve: tuple[str, ...])
         watch,
         state.operate_dir,
         {"normal": (*serve, *plan.argv()), "degraded": (*serve, *smaller)},
+        health_url=f"{base_url}/health",
         watchdog=(*_program("watch"), str(state.root / services.WATCH_NAME)),
         linger_s=services.LINGER_S if webhook.is_file() else 0.0,
     )

@@ -90,6 +90,7 @@ def files(plan: Plan, watch: Watch, within: Within, entrypoint: tuple[str, ...])
         watch,
         folder,
         {"normal": entrypoint, "degraded": (*entrypoint, "degraded")},
+        health_url=f"http://127.0.0.1:{within.engine_port}/health",
         linger_s=LINGER_S if within.has_webhook else 0.0,
     )
     dog = watchdog_settings(

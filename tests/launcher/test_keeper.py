@@ -22,6 +22,7 @@ from launcher.operate.endings import Again, End, Stop, judge
 from launcher.operate.events import FILE_NAME
 from launcher.operate.service_state import ServiceStatus, StateFile, StatusReader
 from tests.launcher import keeping
+from tests.launcher.fake_vllm import unused_port
 from tests.launcher.webhook_stand_in import Hook, hook
 
 __all__ = ["hook"]
@@ -156,6 +157,24 @@ def test_an_engine_that_ends_while_the_watchdog_ends_it_served_all_the_same(keep
     (ended,) = [one for one in kept.events if one["kind"] == "engine-ended"]
     assert ended["cause"] == cause
     kept.wait_for(lambda: kept.kinds().count("engine-serving") == 2)
+
+
+def test_an_engine_serves_when_health_says_so_not_when_it_is_announced(keep: Keep, tmp_path: Path) -> None:
+    mark = tmp_path / "listen"
+    server = (
+        "from http.server import HTTPServer, BaseHTTPRequestHandler\n"
+        "class Health(BaseHTTPRequestHandler):\n"
+        "  def do_GET(self): self.send_response(200); self.end_headers()\n"
+    )
+    port = unused_port()
+    waits = f"while not os.path.exists('{mark}'): time.sleep(0.02)\n"
+    listens = f"HTTPServer(('127.0.0.1', {port}), Health).serve_forever()"
+    script = f"{server}print('Starting vLLM server on http://x', flush=True)\n{waits}{listens}"
+    kept = keep(script, health_url=f"http://127.0.0.1:{port}/health")
+    kept.wait_for(lambda: kept.log.exists() and "Starting vLLM server" in kept.log.read_text("utf-8"))
+    assert kept.status.phase == "loading"
+    mark.touch()
+    kept.wait_for(lambda: kept.status.phase == "serving")
 
 
 def test_an_exhausted_budget_stops_and_tells(keep: Keep) -> None:
