@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import yaml
-
 from launcher import engine_env
-from launcher.gateway.services import EDGE
+from launcher.gateway.services import IMAGE as EDGE_IMAGE
+from launcher.images.pins import load_pins
 from launcher.plan import Plan
 from launcher.prepare import Options, chosen_model, models_dir
 from launcher.profile import Profile
@@ -90,15 +89,8 @@ def bring_image(plan: Plan, state: ServiceState, report: Reporter) -> None:
         build.pull(plan.image.base, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
         report.phase("build")
         build.rebuild(state.compose_file, report.line)
-    edge = edge_image(plan, state)
-    if edge is not None and not build.is_there(edge):
-        report.phase("pull")
-        build.pull(edge, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))
-
-
-def edge_image(plan: Plan, state: ServiceState) -> str | None:
-    """Return the gateway's image as a service's rendered file names it; None without a gateway."""
-    if plan.gateway is None:
-        return None
-    services = yaml.safe_load(state.compose_file.read_text(encoding="utf-8"))["services"]
-    return str(services[EDGE]["image"])
+    if plan.gateway is not None:
+        edge = load_pins().services[EDGE_IMAGE].reference
+        if not build.is_there(build.kept_name(edge)):
+            report.phase("pull")
+        build.keep(edge, lambda at: report.progress(at.done_bytes, at.total_bytes, "bytes"))

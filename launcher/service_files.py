@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher import render
+from launcher.gateway.services import IMAGE as EDGE_IMAGE
 from launcher.host.facts import Docker
 from launcher.images.pins import load_pins
 from launcher.monitoring.services import PASSWORD
@@ -24,7 +25,7 @@ def service_files(plan: Plan, state: ServiceState, model_dir: Path, docker: Dock
         return _encoded(render.run(plan))
     # Imported late: the host runtime has no use for the parts that build an image.
     from launcher.images import operate
-    from launcher.images.build import build_wheel, tag
+    from launcher.images.build import build_wheel, kept_name, tag
 
     wheel = build_wheel()
     around = render.Surroundings(
@@ -36,7 +37,10 @@ def service_files(plan: Plan, state: ServiceState, model_dir: Path, docker: Dock
         engine=docker.flavor or "docker" if docker else "docker",
         engine_api=docker.api if docker else None,
         has_webhook=(state.secrets_dir / WEBHOOK).is_file(),
-        images={name: pin.reference for name, pin in load_pins().services.items()},
+        images={
+            name: kept_name(pin.reference) if name == EDGE_IMAGE else pin.reference
+            for name, pin in load_pins().services.items()
+        },
     )
     built_from = {f"image/{wheel.name}": wheel.content, f"image/{operate.NAME}": operate.operate_zip()}
     return {**_encoded(render.run(plan, around)), **built_from}

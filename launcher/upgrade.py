@@ -11,6 +11,8 @@ from launcher import bring, choice, ready, release, service
 from launcher.ask import Answer
 from launcher.bring import Reporter
 from launcher.errors import GraftError, Refused, StartFailed, UsageError
+from launcher.gateway.choices import has_gateway
+from launcher.gateway.services import IMAGE as EDGE_IMAGE
 from launcher.images import build, lock
 from launcher.images.base import ensure_digest
 from launcher.images.pins import load_pins
@@ -81,6 +83,8 @@ def upgrade(
     options = replace(options, model=options.model or old.plan.model, runtime=old.plan.runtime)
     report.phase("check")
     ensure_digest(load_pins().of(target.vllm), unpinned=unpinned)
+    if has_gateway(target, old.plan.runtime):
+        ensure_digest(load_pins().services[EDGE_IMAGE], unpinned=unpinned)
     bring.fetch(options, target, report)
     former, expected = release.current(state), planned(options, target, host_facts(target)).plan
     if former is not None and former.lock.id == service.lock_of(expected, report).id:

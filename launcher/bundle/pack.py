@@ -12,8 +12,9 @@ from launcher.bundle import images, layout, wheels
 from launcher.bundle.layout import Manifest
 from launcher.bundle.sink import FolderSink, Sink, TarSink, Writer
 from launcher.errors import Refused, UsageError
+from launcher.gateway.services import IMAGE as EDGE_IMAGE
 from launcher.images.base import ensure_digest
-from launcher.images.build import build_wheel, tag
+from launcher.images.build import build_wheel, kept_name, tag
 from launcher.images.pins import load_pins
 from launcher.prepare import Options, chosen_model, host_facts, models_dir, planned
 from launcher.profile import Profile, user_folder
@@ -74,7 +75,7 @@ def pack(
             runtime="host" if is_host else "docker",
             machine=layout.this_machine(),
             images=built,
-            digests={pin.base: pin.digest for pin in load_pins().pins if pin.digest is not None},
+            digests={pin.base: pin.digest for pin in load_pins().images if pin.digest is not None},
             engine_python=wheels.this_python() if is_host and with_engine else None,
         )
         report.phase("pack")
@@ -87,10 +88,13 @@ def _built(options: Options, profile: Profile, report: Reporter, unpinned: bool)
     base = ensure_digest(load_pins().of(profile.vllm), unpinned=unpinned)
     made = planned(options, profile, host_facts(profile))
     assert made.plan.image is not None
+    edge: tuple[str, ...] = ()
+    if made.plan.gateway is not None:
+        edge = (kept_name(ensure_digest(load_pins().services[EDGE_IMAGE], unpinned=unpinned).reference),)
     report.phase("render")
     render(made)
     bring_image(made.plan, ServiceState.of(made.plan.profile), report)
-    return (tag(made.plan.image, build_wheel()), *((base.base,) if base.digest is None else ()))
+    return (tag(made.plan.image, build_wheel()), *((base.base,) if base.digest is None else ()), *edge)
 
 
 def _bring_wheels(folder: Path, report: Reporter, *, is_host: bool, with_engine: bool) -> None:

@@ -159,6 +159,28 @@ def pull(base: str, on_progress: Callable[[PullProgress], None] | None = None) -
         raise StartFailed(f"{base}: cannot be pulled: {' '.join(str(error).split())}") from error
 
 
+def kept_name(reference: str) -> str:
+    """Return the name that an image which is run as it is has on this machine.
+
+    Docker forgets the digest of an image that is saved and loaded, as bundles do: the name carries it.
+    """
+    repository, at, digest = reference.partition("@sha256:")
+    return f"graft-{repository.rpartition('/')[2]}:{digest[:12]}" if at else reference
+
+
+def keep(reference: str, on_progress: Callable[[PullProgress], None] | None = None) -> None:
+    """Have an image under its `kept_name`, pulled unless it is there.
+
+    Raises:
+        StartFailed: it cannot be pulled.
+    """
+    name = kept_name(reference)
+    if not is_there(name):
+        pull(reference, on_progress)
+    if not is_there(name):
+        compose.must(("docker", "image", "tag", reference, name))
+
+
 def _follow_pull(
     base: str, events: Iterator[dict[str, Any]], on_progress: Callable[[PullProgress], None] | None
 ) -> None:

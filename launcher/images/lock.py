@@ -15,6 +15,7 @@ from vllm_graft.decide import affects
 from vllm_graft.fixes import FIXES
 
 from launcher.errors import Refused, UsageError
+from launcher.gateway.edge import TEMPLATE as EDGE_TEMPLATE
 from launcher.images.build import build_wheel, local_image
 from launcher.images.hashes import Hashes
 from launcher.images.operate import operate_zip
@@ -23,7 +24,7 @@ from launcher.state import CHECKOUT, ServiceState
 from launcher.weights.events import RECORD, Origin
 
 SCHEMA: Literal[1] = 1
-TEMPLATES = ("images/Dockerfile.j2", "images/manifest.py", "compose/entrypoint.sh.j2")
+TEMPLATES = ("images/Dockerfile.j2", "images/manifest.py", "compose/entrypoint.sh.j2", EDGE_TEMPLATE)
 """What an image and its start are rendered from."""
 
 

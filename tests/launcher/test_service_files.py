@@ -31,7 +31,10 @@ def test_docker_gets_the_compose_file_and_what_its_image_is_built_from(state: Se
         "gateway/relay.json",
         "image/Dockerfile",
         "image/manifest.py",
+        "image/operate.pyz",
+        "keep.json",
         "plan.json",
+        "watch.json",
     ]
     assert wheels[0].removeprefix("image/").encode() in files["image/Dockerfile"]
 

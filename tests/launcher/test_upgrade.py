@@ -94,6 +94,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setenv("GRAFT_MODELS", str(tmp_path / "models"))
     for vllm, digit in ((OLD, "a"), (NEW, "b")):
         record_digest(f"vllm/vllm-openai:v{vllm}", f"sha256:{digit * 64}")
+    record_digest(load_pins().services["haproxy"].base, f"sha256:{'3' * 64}")
     profile = load_profile("cpu")
     model = tmp_path / "models" / profile.model
     model.mkdir(parents=True)
