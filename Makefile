@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help fetch bundle up down logs status watch doctor report ask verify bench soak compare render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test generated clean
+.PHONY: help fetch bundle up down logs status watch doctor report ask verify bench soak compare render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test drill generated clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -113,7 +113,11 @@ test: install-dev ## All tests that this machine can run; the others skip by nam
 	$(GRAFT) engine install engine
 	$(GRAFT) engine install vllm-0.33
 	@$(MAKE) --no-print-directory check
-	$(VENV)/bin/python -m pytest tests/patches tests/monitoring tests/engine tests/compose
+	$(VENV)/bin/python -m pytest tests/patches tests/monitoring tests/gateway tests/engine tests/compose
+
+drill: install-dev ## Drill the gateway for ten minutes: parts killed, attacks, 200 streams (needs haproxy)
+	$(GRAFT) engine install engine
+	$(VENV)/bin/python -m tests.gateway.drill --out tests/gateway/results/drill.json
 
 generated: install-dev ## Write again what follows from the code: schemas, golden files, README's tables
 	@$(GRAFT) schema profile > profiles/schema/profile.schema.json
