@@ -302,7 +302,7 @@ def _soak_settings(
 ) -> "Settings":
     from dataclasses import replace
 
-    from launcher.measure.soak import can_call_tools
+    from launcher.measure.soak import refusal_of_tools
 
     plan = service.plan
     tokens = context or (plan.max_model_len if plan else None) or target.served.max_model_len
@@ -311,7 +311,7 @@ def _soak_settings(
     if plan is not None:
         refused = None if plan.can_call_tools else f"{plan.model} cannot call tools: no tool_call_parser is set"
     else:
-        refused = can_call_tools(target.connection, target)
+        refused = refusal_of_tools(target)
     settings = _record_settings(service, target.served.name, duration_s, concurrency, tokens, seed)
     return replace(settings, has_tools=refused is None, no_tools_reason=refused)
 

@@ -13,6 +13,8 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 12, 14, 30
 COLOURS = ("#3b7dd8", "#d9822b", "#3a9d5d", "#b0479a", "#c0392b", "#7a6ff0")
 """Told apart with any kind of colour vision by their brightness too."""
 MOST_TICKS = 5
+SPACE = "\N{NO-BREAK SPACE}"
+"""Between a number and its unit."""
 Points = Sequence[tuple[float, float | None]]
 Written = Callable[[float], str]
 
@@ -78,13 +80,6 @@ def html(page: Page) -> str:
     )
 
 
-def duration(value: float) -> str:
-    """Write a time in seconds as people do: 90 s, 12 min, 3 h."""
-    if value < 120:
-        return f"{value:g} s"
-    return f"{value / 60:g} min" if value < 7200 else f"{value / 3600:g} h"
-
-
 def clock(value: float) -> str:
     """Write a time since the beginning as hours, minutes and seconds."""
     whole = round(value)
@@ -93,17 +88,17 @@ def clock(value: float) -> str:
 
 def gib(value: float) -> str:
     """Write a size that is given in GiB."""
-    return f"{value:.3g} GiB"
+    return f"{value:.3g}{SPACE}GiB"
 
 
 def percent(value: float) -> str:
     """Write a share."""
-    return f"{value * 100:.4g} %"
+    return f"{value * 100:.4g}{SPACE}%"
 
 
 def milliseconds(value: float) -> str:
     """Write a time in seconds that is often short."""
-    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return f"{value * 1000:.3g}{SPACE}ms" if value < 1 else f"{value:.3g}{SPACE}s"
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -163,7 +158,7 @@ def _axes(chart: Chart, right: float, top: float, place: Place) -> Iterable[str]
         _, y = place(0, value)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(chart.y(value))}</text>'
-    for value in time_ticks(right) if chart.x in (clock, duration) else ticks(0, right):
+    for value in time_ticks(right) if chart.x is clock else ticks(0, right):
         x, y = place(value, 0)
         yield f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{escape(chart.x(value))}</text>'
 

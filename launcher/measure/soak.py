@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from launcher.ask import Answer, AskFailed, Connection, Unreachable
+from launcher.ask import Answer, AskFailed, Unreachable
 from launcher.measure import judge, soak_record
 from launcher.measure.load_mix import AGENT_SHARE, FIRST_CHARS_A_TOKEN, Turn, next_size, session
 from launcher.measure.load_sample import Source, gpu_used_bytes, parse
@@ -163,7 +163,7 @@ class Soak:
             self._stop.wait(SAMPLE_INTERVAL_S)
 
 
-def can_call_tools(connection: Connection, target: Target) -> str | None:
+def refusal_of_tools(target: Target) -> str | None:
     """Return why a service that was not started here cannot be asked for tool calls; None where it can.
 
     Raises:
@@ -174,7 +174,7 @@ def can_call_tools(connection: Connection, target: Target) -> str | None:
     tool = {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}}
     task = Task("probe", ({"role": "user", "content": "Say yes."},), tools=(tool,), max_tokens=1)
     try:
-        connection.answer(target.request(task))
+        target.connection.answer(target.request(task))
     except Unreachable:
         raise
     except AskFailed as error:

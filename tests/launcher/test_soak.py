@@ -17,7 +17,7 @@ from launcher.measure.load_mix import SHARES, SIZES
 from launcher.measure.load_sample import HttpSource, Sample
 from launcher.measure.load_stats import Spread
 from launcher.measure.load_verdict import Thresholds, changed, soak_checks
-from launcher.measure.soak import Soak, can_call_tools
+from launcher.measure.soak import Soak, refusal_of_tools
 from launcher.measure.soak_record import Outcome, Record, Settings
 from launcher.measure.target import Target, target_of
 from launcher.measure.verdict import passed
@@ -387,8 +387,8 @@ def test_a_service_that_refuses_tools_is_loaded_without_them() -> None:
         return (400, "tool choice requires --enable-auto-tool-choice") if asked.body.get("tools") else None
 
     with service(refuse=staticmethod(refuse)) as url, Connection(url) as connection:
-        reason = can_call_tools(connection, target_of(connection, None))
+        reason = refusal_of_tools(target_of(connection, None))
     assert reason is not None
     assert "--enable-auto-tool-choice" in reason
     with service() as url, Connection(url) as connection:
-        assert can_call_tools(connection, target_of(connection, None)) is None
+        assert refusal_of_tools(target_of(connection, None)) is None
