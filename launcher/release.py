@@ -15,7 +15,10 @@ from launcher.plan import Plan
 from launcher.service_files import write
 from launcher.state import ServiceState
 
-RENDERED = ("compose.yaml", "entrypoint.sh", "facts.json", "keep.json", "plan.json", "watch.json", "gateway/*", "image/*")
+RENDERED = (
+    *("compose.yaml", "entrypoint.sh", "facts.json", "keep.json", "plan.json", "watch.json"),
+    *("gateway/*", "image/*"),
+)
 
 
 @dataclass(frozen=True)
