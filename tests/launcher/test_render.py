@@ -78,7 +78,8 @@ def test_a_compose_file_follows_the_specification(path: str) -> None:
 @pytest.mark.parametrize("path", COMPOSE_FILES)
 def test_compose_takes_the_file(path: str, tmp_path: Path) -> None:
     (tmp_path / "compose.yaml").write_text(GOLDEN[path], encoding="utf-8")
-    argv = ["docker", "compose", "--file", str(tmp_path / "compose.yaml"), "--profile", "monitoring", "config", "--quiet"]
+    project = ["docker", "compose", "--file", str(tmp_path / "compose.yaml"), "--profile", "monitoring"]
+    argv = [*project, "config", "--quiet"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
