@@ -128,6 +128,7 @@ class Run:
         self.path, self.deadline, self.tune, self.only = path, deadline, tune, only
         self.started = time.monotonic()
         self.left = False
+        self.shared_bytes = 0
         self.with_vllm = importlib.util.find_spec("vllm") is not None
         self.weights: dict[Shape, list[Any]] = {}
         self.results: dict[str, Any] = {"schema": SCHEMA, "host": {}, "ceilings": {}, "correct": {}, "us": {}}
@@ -138,7 +139,7 @@ class Run:
 
     def configs(self, m: int, shape: Shape) -> tuple[Config, ...]:
         """The configurations to measure."""
-        chosen = kernels.choose(m, shape.n, shape.k, shape.k)
+        chosen = kernels.choose(m, shape.k, self.shared_bytes)
         tried: tuple[Config, ...] = ()
         if self.tune:
             tried = ONE_TOKEN if m == 1 else FEW_TOKENS if m <= 16 else MANY_TOKENS.get(m, LARGE)
@@ -146,6 +147,8 @@ class Run:
 
     def compile(self, processes: int) -> None:
         """Compile in processes of their own, before this one starts CUDA: Triton's cache on disk brings them here."""
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            self.shared_bytes = pool.apply(_shared_bytes)
         wanted: dict[str, Product] = {}
         products = [*itertools.product((1, 8, 16), GEMV_SHAPES), *itertools.product(GEMM_TOKENS, GEMM_SHAPES)]
         for m, shape in products:
@@ -153,7 +156,7 @@ class Run:
                 if self._key(m, shape, config) not in self.results["us"]:
                     wanted.setdefault(_compiled_alike(m, shape, config), Product(m, shape, None, config))
         for m, shape, group, asked in CORRECTNESS:
-            chosen = asked or kernels.choose(m, shape.n, shape.k, group or shape.k)
+            chosen = asked or kernels.choose(m, group or shape.k, self.shared_bytes)
             wanted.setdefault(f"{m} {shape} {group} {chosen}", Product(m, shape, group, chosen))
         with multiprocessing.get_context("fork").Pool(processes) as pool:
             failures = [text for text in pool.imap_unordered(_compile, wanted.values()) if text]
@@ -249,7 +252,7 @@ class Run:
                 if not times:
                     continue
                 best = min(times, key=lambda key: times[key])
-                chosen = bench.name(kernels.choose(m, shape.n, shape.k, shape.k))
+                chosen = bench.name(kernels.choose(m, shape.k, self.shared_bytes))
                 lines.append(self._line(m, shape, best, times[best], chosen, times.get(chosen), copy))
         lines += [f"not compiled: {text[:160]}" for text in self.results["not_compiled"]]
         return "\n".join(lines)
@@ -294,6 +297,11 @@ def _compiled_alike(m: int, shape: Shape, config: Config) -> str:
         even = tiles % (config.warps * config.tiles) == 0
         return f"{config} {max(8, 1 << (m - 1).bit_length())} {m == 1} {even} {tiles % 16}"
     return f"{config} {m % 16 == 0} {tiles % 16 == 0}"
+
+
+def _shared_bytes() -> int:
+    """Of the device, asked for in a process of its own: the one that compiles by forking must not start CUDA."""
+    return kernels.shared_bytes(torch.device("cuda", 0))
 
 
 def _compile(product: Product) -> str:

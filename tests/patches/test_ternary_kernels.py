@@ -126,3 +126,18 @@ def test_the_product_on_the_cpu_is_that_of_float64_within_rounding(
     y = cpu.linear(x, formats.pack_bytes(values), scales, bias, k)
     truth = product(x, values, scales) + bias.double()
     assert torch.allclose(y.double(), truth, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=5e-2)
+
+
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
+@pytest.mark.parametrize("group", [16, 64, 128, 4096])
+def test_what_is_chosen_fits_the_shared_memory_of_the_card(shared_bytes: int, group: int) -> None:
+    for m in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 4096):
+        config = kernels.choose(m, group, shared_bytes)
+        if isinstance(config, GemvConfig):
+            tokens = 1 if m == 1 else max(8, 1 << (m - 1).bit_length())
+            stage = config.warps * config.tiles * (config.strips * 512 + 128 * tokens * 2)
+        else:
+            stage = config.outputs * 32 + config.tokens * 128 * 2
+        # Triton holds a stage less than it is told where products read registers, and as many where they read memory.
+        buffers = config.stages if shared_bytes >= kernels.LARGE_SHARED_BYTES else config.stages - 1
+        assert stage * buffers <= shared_bytes

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -298,15 +299,28 @@ class GemmConfig:
 
 
 GEMV_TOKENS = 16
+LARGE_SHARED_BYTES = 160 << 10
+"""What a program of compute capability 9.0 or 10.0 may use and one of 8.6, 8.9 and 12.0 (99 KiB) may not."""
 
 
-def choose(m: int, n: int, k: int, group: int) -> GemvConfig | GemmConfig:
-    """The configuration for a product of m tokens."""
+def choose(m: int, group: int, shared_bytes: int) -> GemvConfig | GemmConfig:
+    """The configuration for m tokens on a device that has this much shared memory for a program."""
     if m <= GEMV_TOKENS:
         return GemvConfig(8, 1, 1 if m > 1 else 4, 3)
     if m <= 64:
-        return GemmConfig(64, 32 if m <= 32 else 64, 4, 4)
-    return GemmConfig(128, 128, 8, 3)
+        return GemmConfig(64, 32 if m <= 32 else 64, 4, 3)
+    if shared_bytes >= LARGE_SHARED_BYTES:
+        return GemmConfig(128, 128, 8, 3)
+    # Sums of small groups beside those of the block do not fit the registers of a larger one.
+    return GemmConfig(64, 64, 4, 3) if group < COLUMNS else GemmConfig(128, 128, 8, 2)
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may use there; the interpreter has no bound."""
+    if device.type != "cuda":
+        return LARGE_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def linear(
@@ -322,7 +336,7 @@ def linear(
         return y
     if x.stride(1) != 1:
         x = x.contiguous()
-    config = config or choose(m, n, k, weight.group)
+    config = config or choose(m, weight.group, shared_bytes(x.device))
     tiles, groups = weight.words.shape[1], weight.scales.shape[1]
     arguments = (x, weight.words, weight.scales, x if bias is None else bias, y, m, n, k, x.stride(0), tiles, groups)
     common = {
