@@ -17,7 +17,7 @@ from launcher.state import ServiceState
 
 RENDERED = (
     *("compose.yaml", "entrypoint.sh", "facts.json", "keep.json", "plan.json", "watch.json"),
-    *("gateway/*", "image/*"),
+    *("gateway/*", "image/*", "monitoring/**/*"),
 )
 
 
