@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from vllm_graft.fixes import FIXES
 
@@ -16,10 +17,12 @@ from launcher.survey import pinned_versions
 from launcher.views import fixes_markdown, profiles_markdown
 from tests.launcher import fit_boots_table
 from tests.launcher.proof import attention_markdown, proof_markdown, speed_markdown
+from tests.launcher.turboquant_speed import end_to_end_markdown, prefill_markdown
 
 README = Path(__file__).parents[2] / "README.md"
 GPU_README = README.parent / "tests/gpu/README.md"
-FIT_BOOTS = README.parent / "tests/gpu/results/fit_boots.json"
+RESULTS = README.parent / "tests/gpu/results"
+FIT_BOOTS = RESULTS / "fit_boots.json"
 
 
 def tables() -> dict[str, str]:
@@ -37,7 +40,17 @@ def tables() -> dict[str, str]:
 
 def gpu_tables() -> dict[str, str]:
     """Return the tables of what was measured on a GPU, from the result files."""
-    return {"fit_boots": fit_boots_table.markdown(json.loads(FIT_BOOTS.read_text(encoding="utf-8")))}
+    return {
+        "fit_boots": fit_boots_table.markdown(json.loads(FIT_BOOTS.read_text(encoding="utf-8"))),
+        "prefill_speed": prefill_markdown(_measured("prefill_speed.json")),
+        "end_to_end": end_to_end_markdown(_measured("end_to_end.json")),
+    }
+
+
+def _measured(name: str) -> Any:
+    """Return a result file's content; None before the first run."""
+    path = RESULTS / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def with_tables(text: str, named: Mapping[str, str]) -> str:

@@ -1,0 +1,86 @@
+"""The tables about TurboQuant's speed in tests/gpu/README.md, from the results of prefill_speed and end_to_end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+MIB = 2**20
+NOT_MEASURED = "Not measured yet."
+BACKENDS = {"fixed": "with the fix", "stock": "vLLM's own"}
+
+
+def prefill_markdown(results: Mapping[str, Any] | None) -> str:
+    """A chunk behind its cached prefix: times, memory and errors of both backends."""
+    if results is None:
+        return NOT_MEASURED
+    stock = {_shape(row): row for row in results["rows"] if row["backend"] == "stock"}
+    rows = []
+    for row in (row for row in results["rows"] if row["backend"] == "fixed"):
+        theirs = stock[_shape(row)]
+        rows.append(
+            (
+                f"`{row['preset']}`",
+                f"{row['cached']:,}",
+                f"{row['new']:,}",
+                f"{row['ms']:.2f}",
+                f"{theirs['ms']:.2f}",
+                f"{row['ms'] / theirs['ms']:.2f}",
+                f"{_mib(row):,.0f}",
+                f"{_mib(theirs):,.0f}",
+                f"{row['error']:.1e}",
+                f"{theirs['error']:.1e}",
+            )
+        )
+    head = ("KV cache", "cached", "new", "ms", "vLLM's ms", "ratio", "MiB", "vLLM's MiB", "error", "vLLM's error")
+    return f"{_host(results['host'])}\n\n{_table(head, rows)}"
+
+
+def end_to_end_markdown(results: Mapping[str, Any] | None) -> str:
+    """Decoding behind long contexts: the time of a step, tokens per second and the peak of each engine."""
+    if results is None:
+        return NOT_MEASURED
+    done = {name: case for name, case in results["cases"].items() if "error" not in case}
+    contexts = sorted({answer["context"] for case in done.values() for answer in case["answers"]})
+    rows = []
+    for case in done.values():
+        answers = {answer["context"]: answer for answer in case["answers"]}
+        rows.append(
+            (
+                BACKENDS[case["backend"]],
+                "bfloat16" if case["kv_cache_dtype"] == "auto" else f"`{case['kv_cache_dtype']}`",
+                "MTP" if case["mtp"] else "none",
+                *(f"{answers[context]['step_ms']:.2f}" for context in contexts),
+                *(f"{answers[context]['tokens_per_s']:.0f}" for context in contexts),
+                f"{case['peak_allocated_bytes'] / 2**30:.2f}",
+                ", ".join(f"`{name}`" for name in sorted(case["compiled_while_serving"])) or "none",
+            )
+        )
+    sizes = [f"{context // 1024}K" for context in contexts]
+    head = (
+        "attention",
+        "KV cache",
+        "drafts",
+        *(f"ms a step, {size}" for size in sizes),
+        *(f"tokens/s, {size}" for size in sizes),
+        "peak GiB",
+        "compiled while serving",
+    )
+    return f"{_host(results['host'])} {results['layers']} layers.\n\n{_table(head, rows)}"
+
+
+def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["preset"], row["cached"], row["new"]
+
+
+def _mib(row: Mapping[str, Any]) -> float:
+    return float((row["workspace_bytes"] + row["transient_bytes"]) / MIB)
+
+
+def _host(host: Mapping[str, str]) -> str:
+    return f"{host['gpu']}, vLLM {host['vllm']}, torch {host['torch']}, Triton {host['triton']}, {host['date']}."
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
