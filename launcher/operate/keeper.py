@@ -4,15 +4,11 @@ It starts the engine, passes its output on, and when the engine ends says why, a
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Sequence
-from http import HTTPStatus
-from http.client import HTTPException
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,14 +21,9 @@ from launcher.operate.endings import BY_WATCHDOG, MEMORY_CAUSES, Again, End, Sto
 from launcher.operate.engine import Engine, adopt_orphans, end_with_parent
 from launcher.operate.events import EventLog, Kind, event
 from launcher.operate.service_state import Mode, ServiceStatus, StateFile
+from launcher.operate.signs import Start, nvidia_smi_error, oom_kills
 
-SERVING_MARKS = (b"Application startup complete", b"Starting vLLM server on")
-"""uvicorn's line, which an argument can switch off, and vLLM's own some seconds before it: then /health is asked."""
-HEALTH_TIMEOUT_S = 1.0
-HEALTH_EVERY_S = 0.5
 WATCHDOG_AGAIN_S = 1.0
-NVIDIA_SMI_TIMEOUT_S = 20.0
-_OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
 
 class KeeperSettings(BaseModel):
@@ -53,7 +44,8 @@ class KeeperSettings(BaseModel):
     """Started beside the engine; empty where something else starts it."""
     linger_s: float = 0.0
     """After the last event: until the watchdog has told the webhook."""
-    has_gpu: bool = False
+    gpus: tuple[str, ...] | None = None
+    """UUIDs of the engine's GPUs; None: it uses none; empty: all that it sees."""
     context: dict[str, Any] = Field(default_factory=dict)
     """What the plan says, for the diagnosis: fields of `launcher.evidence.Context`."""
 
@@ -113,14 +105,14 @@ class Keeper:
     def _one_run(self) -> tuple[int, tail.Tail]:
         """Start an engine, follow it to its end, and return its exit code and its last words."""
         status, words = self._state.read(), tail.Tail()
-        self._oom_kills = _oom_kills()
+        self._oom_kills = oom_kills()
         self._engine = engine = Engine(self._settings.commands[status.mode])
         self._started_s = time.time()
         self._change(engine_pid=engine.pid, next_start_s=None)
         self._tell("engine-started", f"process {engine.pid}, {status.mode} settings")
         if self._is_stopping:
             engine.signal_leader(signal.SIGTERM)
-        start = _Start(self._settings.health_url)
+        start = Start(self._settings.health_url)
 
         def on_output(data: bytes) -> None:
             words.add(data)
@@ -169,10 +161,10 @@ class Keeper:
         state = ContainerState(
             status="exited",
             exit_code=exit_code,
-            oom_killed=_oom_kills() > self._oom_kills,
+            oom_killed=oom_kills() > self._oom_kills,
             restart_count=status.restarts,
         )
-        nvml_error = _nvidia_smi_error() if self._settings.has_gpu else None
+        nvml_error = None if self._settings.gpus is None else nvidia_smi_error(self._settings.gpus)
         known = {**self._settings.context, "container": state, "nvml_error": nvml_error}
         context = Context.model_validate(known)
         return diagnose(Evidence(words.text(), context, kernel.log(self._started_s)))
@@ -258,66 +250,6 @@ class Keeper:
 
     def _tell(self, kind: Kind, message: str, **more: object) -> None:
         self._events.write(event(kind, self._settings.service, message, **more))
-
-
-class _Start:
-    """Whether an engine's start is over: its log says so, and /health does."""
-
-    def __init__(self, health_url: str | None) -> None:
-        self._health_url = health_url
-        self._seen = b""
-        self._is_announced = False
-        self._is_told = False
-        self._asked_s = float("-inf")
-
-    def read(self, data: bytes) -> None:
-        if not self._is_announced:
-            self._seen = self._seen[-100:] + data
-            self._is_announced = any(mark in self._seen for mark in SERVING_MARKS)
-
-    def has_ended(self) -> bool:
-        """Return True once."""
-        if not self._is_announced or self._is_told or not self._is_healthy():
-            return False
-        self._is_told, self._seen = True, b""
-        return True
-
-    def _is_healthy(self) -> bool:
-        if self._health_url is None:
-            return True
-        if time.monotonic() - self._asked_s < HEALTH_EVERY_S:
-            return False
-        self._asked_s = time.monotonic()
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(self._health_url, timeout=HEALTH_TIMEOUT_S) as answer:
-                return bool(answer.status == HTTPStatus.OK)
-        except (OSError, HTTPException):
-            return False
-
-
-def _oom_kills(counters: Sequence[Path] = _OOM_COUNTERS) -> int:
-    """Return how often the kernel killed a process of this control group for memory; 0 where it does not say."""
-    for path in counters:
-        try:
-            lines = path.read_text(encoding="ascii").split("\n")
-        except OSError:
-            continue
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-    return 0
-
-
-def _nvidia_smi_error(run: Callable[..., Any] = subprocess.run) -> str | None:
-    """Return what NVIDIA's own tool says is wrong with the GPUs; None where nothing, or where there is no such tool."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        ended = run((program, "-L"), capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    said = " ".join(f"{ended.stdout} {ended.stderr}".split())
-    return said[:500] if ended.returncode != 0 or "lost" in said.lower() else None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -56,7 +56,7 @@ def keeper_settings(
         "folder": folder,
         "commands": kept,
         "budget": Budget(restarts=watch.restarts, within_s=watch.within_s),
-        "has_gpu": plan.gpu_mode != "none" or bool(plan.gpus),
+        "gpus": tuple(gpu.uuid for gpu in plan.gpus) if plan.gpu_mode != "none" or plan.gpus else None,
         "context": known,
         **more,
     }

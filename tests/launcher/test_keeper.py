@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.operate import keeper, tail
+from launcher.operate import keeper, signs, tail
 from launcher.operate.budget import Budget
 from launcher.operate.endings import Again, End, Stop, judge
 from launcher.operate.events import FILE_NAME
@@ -345,9 +345,30 @@ def test_the_tail_keeps_the_last_lines_in_bounded_memory(tmp_path: Path) -> None
 def test_what_the_kernel_killed_is_counted_in_both_versions_of_control_groups(tmp_path: Path) -> None:
     (tmp_path / "v2").write_text("low 0\nhigh 0\noom 3\noom_kill 2\n", encoding="ascii")
     (tmp_path / "v1").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n", encoding="ascii")
-    assert keeper._oom_kills([tmp_path / "none", tmp_path / "v2"]) == 2
-    assert keeper._oom_kills([tmp_path / "v1"]) == 1
-    assert keeper._oom_kills([tmp_path / "none"]) == 0
+    assert signs.oom_kills([tmp_path / "none", tmp_path / "v2"]) == 2
+    assert signs.oom_kills([tmp_path / "v1"]) == 1
+    assert signs.oom_kills([tmp_path / "none"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("says", "code", "error"),
+    [
+        ("GPU-1", 0, None),
+        ("Failed to initialize NVML: Driver/library version mismatch", 18, "version mismatch"),
+        ("Unable to determine the device handle for GPU0: GPU is lost. Reboot the system", 15, "GPU is lost"),
+    ],
+)
+def test_nvidias_own_tool_is_asked_about_the_engines_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, code: int, error: str | None
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert signs.nvidia_smi_error(("GPU-1",)) is None
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "{says}"\nexit {code}\n', encoding="utf-8")
+    tool.chmod(0o755)
+    found = signs.nvidia_smi_error(("GPU-1", "GPU-2"))
+    assert found is None if error is None else error in (found or "")
+    assert "--id GPU-1,GPU-2" in (tmp_path / "asked").read_text(encoding="utf-8")
 
 
 def test_a_status_is_read_again_only_when_it_changed(tmp_path: Path) -> None:
