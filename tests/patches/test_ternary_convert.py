@@ -78,6 +78,8 @@ def test_config_and_index_say_what_was_written(source: Path, tmp_path: Path) -> 
     assert config["hidden_size"] == K
     assert config["quantization_config"] == {
         "quant_method": "ternary",
+        "bits": 2,
+        "sym": True,
         "codes": "offset",
         "packing": "k",
         "group_size": 16,

@@ -328,6 +328,7 @@ def test_codes_that_no_tensor_tells_are_refused_by_name() -> None:
     [
         ({"group": 1}, "quantization_config.group: got 'not known'"),
         ({"group_size": 0}, "group_size: got 0; write a number of columns, or -1"),
+        ({"bits": 4}, r"bits, sym: got \(4, None\); write 2, true"),
         ({"codes": "odd"}, "codes: got 'odd'; write offset, zero-first, signed"),
         ({"packing": "m"}, "packing: got 'm'; write k, n or none"),
         ({"scales": "add"}, "scales: got 'add'; write multiply or divide"),

@@ -24,7 +24,18 @@ if TYPE_CHECKING:
 
 NAME = "ternary"
 logger = init_logger("vllm.graft")  # only loggers below "vllm" have a handler
-_KEYS = {"quant_method", "group_size", "codes", "packing", "transposed", "scales", "modules_to_not_convert", "lm_head"}
+_KEYS = {
+    "quant_method",
+    "bits",
+    "sym",
+    "group_size",
+    "codes",
+    "packing",
+    "transposed",
+    "scales",
+    "modules_to_not_convert",
+    "lm_head",
+}
 _BITNET_KEYS = {"linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps"}
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 
@@ -85,6 +96,8 @@ class TernaryConfig(QuantizationConfig):  # type: ignore[misc]
             raise _wrong("quantization_mode", config["quantization_mode"], "offline: the weights have to be ternary")
         if config.get("use_rms_norm"):
             raise _wrong("use_rms_norm", True, "false: layers that normalize their input themselves are not served")
+        if config.get("bits", 2) != 2 or not config.get("sym", True):
+            raise _wrong("bits, sym", (config.get("bits"), config.get("sym")), "2, true, or neither")
         scales = config.get("scales", "divide" if is_bitnet and _is_bitlinear(config) else "multiply")
         if scales not in ("multiply", "divide"):
             raise _wrong("scales", scales, "multiply or divide")

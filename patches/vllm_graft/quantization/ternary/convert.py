@@ -304,6 +304,8 @@ def _finish(
     config = _config(source)
     config["quantization_config"] = {
         "quant_method": "ternary",
+        "bits": 2,
+        "sym": True,
         "codes": "offset",
         "packing": "k",
         "group_size": options.group_size or -1,
