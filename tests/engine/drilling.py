@@ -32,7 +32,7 @@ RESULTS_ENV = "GRAFT_DRILL_RESULTS"
 """A file that the recovery times are added to."""
 RECOVERS_S = 240
 LOADERS = 3
-WATCH = Watch(every_s=2, strikes=3, idle_probe_s=5)
+WATCH = Watch(every_s=3, strikes=3, idle_probe_s=5)
 
 
 @dataclass
