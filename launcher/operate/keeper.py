@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from launcher.operate import tail
 from launcher.operate.budget import Budget
@@ -26,6 +26,12 @@ from launcher.operate.signs import Start, nvidia_smi_error, oom_kills
 WATCHDOG_AGAIN_S = 1.0
 
 
+def _has_normal(commands: dict[Mode, tuple[str, ...]]) -> dict[Mode, tuple[str, ...]]:
+    if not commands.get("normal"):
+        raise ValueError("a command for the mode normal is needed")
+    return commands
+
+
 class KeeperSettings(BaseModel):
     """What a keeper is told, as JSON."""
 
@@ -35,7 +41,7 @@ class KeeperSettings(BaseModel):
     """The profile's name, for events."""
     folder: Path
     """Where service.json, events and last words go."""
-    commands: dict[Mode, tuple[str, ...]]
+    commands: Annotated[dict[Mode, tuple[str, ...]], AfterValidator(_has_normal)]
     """`normal`, and `degraded` where there are smaller settings."""
     health_url: str | None = None
     """Answers with 200 once the engine serves; None: its log is believed."""
@@ -106,10 +112,13 @@ class Keeper:
         """Start an engine, follow it to its end, and return its exit code and its last words."""
         status, words = self._state.read(), tail.Tail()
         self._oom_kills = oom_kills()
-        self._engine = engine = Engine(self._settings.commands[status.mode])
+        commands = self._settings.commands
+        # A status of before may name settings that this plan has not.
+        mode = status.mode if status.mode in commands else "normal"
+        self._engine = engine = Engine(commands[mode])
         self._started_s = time.time()
-        self._change(engine_pid=engine.pid, next_start_s=None)
-        self._tell("engine-started", f"process {engine.pid}, {status.mode} settings")
+        self._change(engine_pid=engine.pid, mode=mode, next_start_s=None)
+        self._tell("engine-started", f"process {engine.pid}, {mode} settings")
         if self._is_stopping:
             engine.signal_leader(signal.SIGTERM)
         start = Start(self._settings.health_url)
@@ -262,7 +271,11 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"keep: {argv[0]}: {error}", file=sys.stderr)
         return 2
-    exit_code = Keeper(settings).run()
+    try:
+        exit_code = Keeper(settings).run()
+    except (FileNotFoundError, PermissionError) as error:
+        print(f"keep: the engine cannot be started: {error}", file=sys.stderr)
+        return 127
     if exit_code < 0:
         signal.signal(-exit_code, signal.SIG_DFL) if -exit_code != signal.SIGKILL else None
         os.kill(os.getpid(), -exit_code)

@@ -281,6 +281,16 @@ def test_wrong_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert keeper.main([str(tmp_path / "keep.json")]) == 2
     assert "commands" in capsys.readouterr().err
     assert keeper.main([]) == 2
+    settings = {"service": "cpu", "folder": str(tmp_path), "commands": {"degraded": ["x"]}}
+    (tmp_path / "keep.json").write_text(json.dumps(settings), encoding="utf-8")
+    assert keeper.main([str(tmp_path / "keep.json")]) == 2
+    assert "a command for the mode normal is needed" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_there_is_named(keep: Keep) -> None:
+    kept = keep("", commands={"normal": ["/no/such/vllm"]})
+    assert kept.ended() == 127
+    assert "the engine cannot be started: [Errno 2]" in kept.log.read_text("utf-8")
 
 
 END = End(1, True, 1000.0)
