@@ -1,0 +1,91 @@
+"""The look-up of centroids: its instructions, followed step by step here, give the centroids."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+from vllm_graft.attention.kernels.codebook import prepare_codebook
+from vllm_graft.attention.kernels.layout import slot_layout
+
+from tests.kernels.cases import centroids
+
+WORD = 0xFFFFFFFF
+
+
+def permuted(low: int, high: int, selector: int) -> int:
+    """PTX's prmt: each byte of the result is one of eight, by four bits of the selector; the highest spreads a sign."""
+    source = low | high << 32
+    result = 0
+    for place in range(4):
+        choice = selector >> (4 * place) & 0xF
+        byte = source >> (8 * (choice & 7)) & 0xFF
+        if choice & 8:
+            byte = 0xFF if byte & 0x80 else 0
+        result |= byte << (8 * place)
+    return result
+
+
+OPERATIONS: dict[str, Callable[..., int]] = {
+    "mov.b32": lambda a: a,
+    "not.b32": lambda a: ~a,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "sub.u32": lambda a, b: a - b,
+    "prmt.b32": permuted,
+}
+
+
+def followed(code: str, outputs: int, words: list[int]) -> list[int]:
+    """The output registers of instructions, whose inputs come after the outputs."""
+    registers = {f"${outputs + place}": word for place, word in enumerate(words)}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for statement in code.strip().strip("{}").split(";"):
+        parts = re.split(r"[\s,]+", statement.strip())
+        if parts == [""] or parts[0] == ".reg":
+            continue
+        registers[parts[1]] = OPERATIONS[parts[0]](*map(value, parts[2:])) & WORD
+    return [registers[f"${place}"] for place in range(outputs)]
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("preset", ["turboquant_4bit_nc", "turboquant_3bit_nc"])
+def test_each_code_is_looked_up(preset: str, head_size: int) -> None:
+    bits = slot_layout(preset, head_size).preset.key_bits
+    codebook = prepare_codebook(centroids(slot_layout(preset, head_size)))
+    wanted = torch.tensor(codebook.values, dtype=torch.float16).view(torch.int16).tolist()
+    planes = 4 if bits == 4 else 8
+    generator = torch.Generator().manual_seed(head_size)
+    for _ in range(40):
+        codes = torch.randint(0, 2**bits, (2, planes), generator=generator).tolist()
+        packed = [sum(code << (bits * place) for place, code in enumerate(row)) for row in codes]
+        words = [packed[0] | packed[1] << 16] if bits == 4 else packed
+        found = followed(codebook.lookup, planes, words)
+        for plane, pair in enumerate(found):
+            assert pair & 0xFFFF == wanted[codes[0][plane]] & 0xFFFF
+            assert pair >> 16 == wanted[codes[1][plane]] & 0xFFFF
+
+
+def test_the_values_are_the_centroids_times_a_power_of_two() -> None:
+    given = centroids(slot_layout("turboquant_4bit_nc", 128))
+    ratio = torch.tensor(prepare_codebook(given).values) / given
+    scale = ratio.mean().log2().round().exp2()
+    assert torch.allclose(ratio, scale.expand(16), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"), [(torch.arange(4.0), "got 4 of them"), (torch.arange(8.0), "not symmetric about zero")]
+)
+def test_other_centroids_are_refused(given: torch.Tensor, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        prepare_codebook(given)
