@@ -292,8 +292,7 @@ def _former(record: "Record | None", service: Service, resume: bool, path: Path)
         raise UsageError(f"{path}: a soak was interrupted at {at}; --resume goes on with it, --new begins anew")
     if record.settings.url != service.url:
         raise UsageError(f"{path}: the soak was of {record.settings.url}, this is {service.url}; --new begins anew")
-    record.runs += 1
-    record.tell(record.elapsed_s, "resumed", "the soak goes on after an interruption")
+    record.resume()
     return record
 
 

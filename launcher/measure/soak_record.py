@@ -139,6 +139,13 @@ class Record:
             self.tell(at_s, "outage", f"the service answers again after {at_s - self.down_since_s:.0f} s")
             self.down_since_s = None
 
+    def resume(self) -> None:
+        """Begin another run; what happened to the server between two runs was not under load, and does not count."""
+        self.up(self.elapsed_s)
+        self.last_sample = None
+        self.runs += 1
+        self.tell(self.elapsed_s, "resumed", "the soak goes on after an interruption")
+
     def sample(self, sample: Sample | None, gpu_bytes: dict[str, int], at_s: float) -> None:
         """Take in a look at the server and its GPUs."""
         bucket = self.timeline.at(at_s)

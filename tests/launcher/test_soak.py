@@ -179,6 +179,19 @@ def test_an_interrupted_soak_goes_on_where_it_was(tmp_path: Path) -> None:
     assert kept.sessions > sessions
 
 
+def test_a_server_that_was_started_anew_between_two_runs_was_not_interrupted() -> None:
+    record = good_record()
+    record.resume()
+    record.sample(Sample(running=1, started_s=2, kv_usage=0.5, resident_bytes=2**30), {}, 1201.0)
+    assert (record.restarts, record.runs) == (0, 2)
+    assert checked(record)["no interruption"]
+    record.unreachable(1201.0)
+    record.elapsed_s = 1210.0
+    record.resume()
+    assert record.outage_s == 9.0
+    assert checked(record)["no interruption"] is False
+
+
 def test_the_record_is_the_same_after_its_file(tmp_path: Path) -> None:
     record = Record(settings(gpu_uuids=(GPU,), gpu_bound_bytes=10))
     record.sample(Sample(running=1, kv_usage=0.5, started_s=1), {GPU: 5}, 1.0)
