@@ -114,7 +114,7 @@ class Gateway(Values):
     """What stands between clients and vLLM: HAProxy and a relay (docs/gateway.md)."""
 
     enabled: bool | Literal["auto"] = "auto"
-    """`auto`: with Docker yes; as a local process no, since HAProxy must be installed there."""
+    """`auto`: with Docker yes; a local process has none."""
     max_waiting: Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = "auto"
     """Requests that may wait; more are told to come again (429). `auto`: by the number that run."""
     max_request_mib: Annotated[int, Field(ge=1, le=512)] = 8
@@ -220,6 +220,14 @@ class Conversion(Values):
     sha256: Sha256 | None = None
 
 
+class CanaryQuestion(Values):
+    """What a start asks a model that cannot know the answer to the usual question."""
+
+    question: str
+    expected: str
+    """Must stand in the answer, in any case."""
+
+
 class Model(Values):
     """One checkpoint and what vLLM must be told about it."""
 
@@ -237,6 +245,8 @@ class Model(Values):
     tool_call_parser: str | None = None
     recall_tokens: Annotated[int, Field(ge=512)] | None = None
     """Longest prompt in which the model itself finds a needle reliably; absent: any that its context holds."""
+    canary: CanaryQuestion | None = None
+    """Absent: the usual question."""
     min_compute_capability: ComputeCapability | None = None
     geometry: Geometry | None = None
     """None: unknown until the checkpoint's config.json is there."""

@@ -1,5 +1,6 @@
 """The gateway of a plan: what the profile says, with the reasons that `graft explain` prints. Pure."""
 
+from launcher.errors import UsageError
 from launcher.plan import Flag, Gateway, Runtime
 from launcher.profile import Profile
 
@@ -19,9 +20,17 @@ def gateway_of(profile: Profile, runtime: Runtime, max_num_seqs: int) -> Gateway
 
     Args:
         max_num_seqs: requests that the engine serves at once.
+
+    Raises:
+        UsageError: one is asked for where there can be none.
     """
     if not has_gateway(profile, runtime):
         return None
+    if runtime == "host":
+        raise UsageError(
+            f"{profile.source_of('gateway.enabled')}: the gateway runs by Docker Compose, and a local process listens "
+            "itself: write auto, use --runtime docker, or put a proxy of your own in front"
+        )
     asked = profile.gateway
     by_requests = max(LEAST_WAITING, WAITING_FOR_EACH * max_num_seqs)
     max_waiting = by_requests if asked.max_waiting == "auto" else asked.max_waiting

@@ -102,8 +102,10 @@ def test_without_a_gateway_the_server_publishes_its_port_as_before() -> None:
     assert [port["host_ip"] for port in found["services"]["vllm"]["ports"]] == ["127.0.0.1"]
 
 
-def test_a_local_process_has_none_unless_asked() -> None:
+def test_a_local_process_has_none_and_says_so_where_it_is_asked_for() -> None:
     assert plan_for(load_profile("cpu"), HOST).gateway is None
+    with pytest.raises(UsageError, match=r"gateway\.enabled.*: the gateway runs by Docker Compose"):
+        gateway_of(profile_with(enabled=True), "host", 1)
 
 
 def test_tls_takes_the_outside_and_leaves_the_plain_port_to_this_machine() -> None:
