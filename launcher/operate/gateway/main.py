@@ -17,6 +17,8 @@ from launcher.operate.gateway.settings import Settings
 STOP_GRACE_S = 5.0
 """Running answers get so long to end when the relay is told to stop."""
 BACKLOG = 1024
+MOST_READ_AHEAD_BYTES = 32 << 10
+"""Of each answer: more stays with the engine while the client does not read."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +66,13 @@ def session_for(settings: Settings) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_timeout_s
     )
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, trust_env=False)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=timeout,
+        auto_decompress=False,
+        trust_env=False,
+        read_bufsize=MOST_READ_AHEAD_BYTES,
+    )
 
 
 async def _serve(stack: AsyncExitStack, app: web.Application, host: str, port: int) -> None:
