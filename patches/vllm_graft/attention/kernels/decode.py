@@ -8,7 +8,7 @@ one set of lengths serves any other, and an empty request costs nothing.
 Dequantization is folded into the two products:
 - an e4m3 byte becomes fp16 by a shift (`layout.E4M3_IN_FP16`), which every architecture can do;
 - an MSE key's codes become fp16 centroids by byte permutations, and its norm and their length scale the score later;
-- a value's codes enter the product as the integers they are, with scale folded into the weights and zero into a sum.
+- a value's codes enter the product as integers about zero, with scale folded into the weights and zero into a sum.
 """
 
 from __future__ import annotations
@@ -70,20 +70,21 @@ def _rotate(q, M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _codes4(words, ASSEMBLY: tl.constexpr):
-    """The four 4-bit codes of each 16-bit word as exact fp16, one tensor for each.
+    """The four 4-bit codes of each 16-bit word less 8, as exact fp16, one tensor for each.
 
     Two codes at a time, which Triton does not find: the bits 0x6400 | code are 1024 + code, 0x5400 | 16 code 64 + code.
     """
     if ASSEMBLY:
         c0, c1, c2, c3 = tl.inline_asm_elementwise(
             """{
-            .reg .b32 t, u, p, q;
-            mov.b32 p, 0x64006400; mov.b32 q, 0x54005400;
+            .reg .b32 t, u, p, q, r, s;
+            mov.b32 p, 0x64006400; mov.b32 r, 0x64086408;
+            mov.b32 q, 0x54005400; mov.b32 s, 0x54805480;
             shr.u32 u, $4, 8;
-            lop3.b32 t, $4, 0x000F000F, p, 0xEA; sub.f16x2 $0, t, p;
-            lop3.b32 t, $4, 0x00F000F0, q, 0xEA; sub.f16x2 $1, t, q;
-            lop3.b32 t, u, 0x000F000F, p, 0xEA; sub.f16x2 $2, t, p;
-            lop3.b32 t, u, 0x00F000F0, q, 0xEA; sub.f16x2 $3, t, q;
+            lop3.b32 t, $4, 0x000F000F, p, 0xEA; sub.f16x2 $0, t, r;
+            lop3.b32 t, $4, 0x00F000F0, q, 0xEA; sub.f16x2 $1, t, s;
+            lop3.b32 t, u, 0x000F000F, p, 0xEA; sub.f16x2 $2, t, z;
+            lop3.b32 t, u, 0x00F000F0, q, 0xEA; sub.f16x2 $3, t, s;
             }""",
             "=&r,=&r,=&r,=&r,r",
             [words],
@@ -101,23 +102,25 @@ def _codes4(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _codes3(words, ASSEMBLY: tl.constexpr):
-    """The eight 3-bit codes of each word's low 24 bits as exact fp16, one tensor for each."""
+    """The eight 3-bit codes of each word's low 24 bits less 4, as exact fp16, one tensor for each."""
     if ASSEMBLY:
         c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
             """{
-            .reg .b32 t, u, v, a, b, p, q, r;
-            mov.b32 p, 0x64006400; mov.b32 q, 0x58005800; mov.b32 r, 0x4C004C00;
+            .reg .b32 t, u, v, a, b, p, q, r, x, y, z;
+            mov.b32 p, 0x64006400; mov.b32 x, 0x64046404;
+            mov.b32 q, 0x58005800; mov.b32 y, 0x58205820;
+            mov.b32 r, 0x4C004C00; mov.b32 z, 0x4D004D00;
             prmt.b32 a, $8, $9, 0x5410;
             shr.u32 u, $8, 15; shr.u32 v, $9, 15; prmt.b32 b, u, v, 0x5410;
             shr.u32 u, a, 9;
-            lop3.b32 t, a, 0x00070007, p, 0xEA; sub.f16x2 $0, t, p;
-            lop3.b32 t, a, 0x00380038, q, 0xEA; sub.f16x2 $1, t, q;
-            lop3.b32 t, a, 0x01C001C0, r, 0xEA; sub.f16x2 $2, t, r;
-            lop3.b32 t, u, 0x00070007, p, 0xEA; sub.f16x2 $3, t, p;
-            lop3.b32 t, u, 0x00380038, q, 0xEA; sub.f16x2 $4, t, q;
-            lop3.b32 t, b, 0x00070007, p, 0xEA; sub.f16x2 $5, t, p;
-            lop3.b32 t, b, 0x00380038, q, 0xEA; sub.f16x2 $6, t, q;
-            lop3.b32 t, b, 0x01C001C0, r, 0xEA; sub.f16x2 $7, t, r;
+            lop3.b32 t, a, 0x00070007, p, 0xEA; sub.f16x2 $0, t, x;
+            lop3.b32 t, a, 0x00380038, q, 0xEA; sub.f16x2 $1, t, y;
+            lop3.b32 t, a, 0x01C001C0, r, 0xEA; sub.f16x2 $2, t, z;
+            lop3.b32 t, u, 0x00070007, p, 0xEA; sub.f16x2 $3, t, x;
+            lop3.b32 t, u, 0x00380038, q, 0xEA; sub.f16x2 $4, t, y;
+            lop3.b32 t, b, 0x00070007, p, 0xEA; sub.f16x2 $5, t, x;
+            lop3.b32 t, b, 0x00380038, q, 0xEA; sub.f16x2 $6, t, y;
+            lop3.b32 t, b, 0x01C001C0, r, 0xEA; sub.f16x2 $7, t, z;
             }""",
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
             [words],
@@ -139,7 +142,7 @@ def _codes3(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _code(words, plane: tl.constexpr, BITS: tl.constexpr):
-    return ((words >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float16)
+    return ((words >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float16) - (1 << BITS - 1)
 
 
 @triton.jit
@@ -481,7 +484,8 @@ def _attend(
             scores = tl.where((tile * N + n)[None, :] < limit[:, None], scores, -float("inf"))
             alive = tile * N + n < length
             value_scale = tl.where(alive, value_scale, 0.0)
-            value_zero = tl.where(alive, value_zero, 0.0)
+            # Codes enter centred: the rounding of weights is then that of values about zero, not about their least.
+            value_zero = tl.where(alive, value_zero + value_scale * (1 << VALUE_BITS - 1), 0.0)
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
             fade = tl.exp2(peak - anchor)
