@@ -83,7 +83,7 @@ def _codes4(words, ASSEMBLY: tl.constexpr):
             shr.u32 u, $4, 8;
             lop3.b32 t, $4, 0x000F000F, p, 0xEA; sub.f16x2 $0, t, r;
             lop3.b32 t, $4, 0x00F000F0, q, 0xEA; sub.f16x2 $1, t, s;
-            lop3.b32 t, u, 0x000F000F, p, 0xEA; sub.f16x2 $2, t, z;
+            lop3.b32 t, u, 0x000F000F, p, 0xEA; sub.f16x2 $2, t, r;
             lop3.b32 t, u, 0x00F000F0, q, 0xEA; sub.f16x2 $3, t, s;
             }""",
             "=&r,=&r,=&r,=&r,r",
