@@ -110,6 +110,17 @@ def test_lm_head_is_ternary_when_it_is_asked_for_and_patterns_keep_modules(sourc
     assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["lm_head"]
 
 
+@pytest.mark.parametrize(
+    "module", ["layers.0.mlp.experts.3.up_proj", "layers.0.mlp.shared_expert_gate", "mtp.fc", "a.visual.blocks.0.qkv"]
+)
+def test_experts_gates_drafters_and_encoders_stay_dense(source: Path, tmp_path: Path, module: str) -> None:
+    name = f"model.{module}" if module.startswith("layers") else module
+    save_file({f"{name}.weight": torch.ones(16, K)}, source / "model-00003-of-00002.safetensors")
+    summary, _ = run(source, tmp_path / "out")
+    assert name in summary.kept_modules
+    assert summary.ternary_modules == 3
+
+
 def test_a_broken_conversion_goes_on_with_the_file_it_was_at(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,8 +169,6 @@ def test_what_cannot_be_converted_is_refused_with_the_reason(source: Path, tmp_p
     refuses("no linear weight in floating point", Options(keep=("*",)))
     (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
     refuses("quantized by awq already")
-    (source / "config.json").write_text(json.dumps({"text_config": {"num_experts": 8}}))
-    refuses("num_experts is set; ternary layers are linear ones, not experts")
     (source / "config.json").unlink()
     refuses("no config.json; name the folder of a checkpoint")
 

@@ -141,3 +141,14 @@ def test_what_is_chosen_fits_the_shared_memory_of_the_card(shared_bytes: int, gr
         # Triton holds a stage less than it is told where products read registers, and as many where they read memory.
         buffers = config.stages if shared_bytes >= kernels.LARGE_SHARED_BYTES else config.stages - 1
         assert stage * buffers <= shared_bytes
+
+
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
+def test_every_kernel_that_may_be_chosen_is_warmed_up(shared_bytes: int) -> None:
+    method = pytest.importorskip("vllm_graft.quantization.ternary.method")
+
+    def compiled(m: int) -> tuple[Any, int]:
+        config = kernels.choose(m, 128, shared_bytes)
+        return config, 1 if m == 1 else max(8, 1 << (m - 1).bit_length()) if isinstance(config, GemvConfig) else 0
+
+    assert {compiled(m) for m in range(1, 5000)} == {compiled(m) for m in method.WARM_TOKENS}

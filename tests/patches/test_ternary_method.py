@@ -358,6 +358,9 @@ def test_the_checkpoints_headers_say_which_layers_are_dense(tmp_path: Path) -> N
     made.maybe_update_config(str(tmp_path))
     assert made.dense == ["b"]
     assert made.lm_head
+    save_file({"a.mlp.experts.0.up_proj.weight": tensors["a.weight"]}, tmp_path / "more.safetensors")
+    with pytest.raises(ValueError, match=r"a.mlp.experts.0.up_proj.weight: is not in floating point; experts are not"):
+        config().maybe_update_config(str(tmp_path))
 
 
 def test_dummy_weights_are_ternary_and_scaled(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

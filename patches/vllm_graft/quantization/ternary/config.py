@@ -121,7 +121,12 @@ class TernaryConfig(QuantizationConfig):  # type: ignore[misc]
         return NAME if method == "bitnet" and user_quant in (None, NAME, "bitnet") else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Read from the checkpoint's headers which modules are not ternary."""
+        """Read from the checkpoint's headers which modules are not ternary.
+
+        Raises:
+            ValueError: experts are.
+
+        """
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
         if Path(model_name).exists() and not any(Path(model_name).glob("*.safetensors")):
@@ -131,6 +136,8 @@ class TernaryConfig(QuantizationConfig):  # type: ignore[misc]
         if not weights:
             return
         found = {name for name, info in weights.items() if info.get("dtype") not in _FLOATS}
+        if experts := sorted(name for name in found if ".experts." in name):
+            raise ValueError(f"{experts[0]}.weight: is not in floating point; experts are not served as ternary layers")
         self.dense = sorted(set(weights) - found)
         self.lm_head = "lm_head" in {name.rpartition(".")[2] for name in found}
 

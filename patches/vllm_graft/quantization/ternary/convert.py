@@ -28,14 +28,17 @@ from vllm_graft.quantization.ternary.formats import pack_bytes
 SHARD_BYTES = 1_000_000_000
 RECORD = "graft-ternary.json"
 SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-KEPT = ("*embed*", "*lm_head*", "*norm*", "*conv1d*", "*visual.*", "*vision*", "*router*", "*.gate", "*.score")
+KEPT = (
+    *("*embed*", "*lm_head*", "*norm*", "*conv1d*", "*visual.*", "*vision*", "mtp.*"),
+    *("*router*", "*.gate", "*_gate", "*.score", "*.experts.*", "*.in_proj_a", "*.in_proj_b", "*.in_proj_ba"),
+)
+"""Modules that stay dense: what is no linear layer, what vLLM makes without a quantization method, what is tiny."""
 _ROWS_AT_ONCE = 1024
 _MEASURED = ".error"  # beside a file that is done: squared norms of its error and of its weights
 _FILE_MODE = 0o644  # the server in a container is another user
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COPIED = re.compile(r".*\.(json|jinja|txt|model|tiktoken|py|md)|LICENSE.*|NOTICE.*")
 _NOT_COPIED = {"config.json", "model.safetensors.index.json", "graft-model.json", RECORD}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class ConversionError(Exception):
@@ -137,7 +140,7 @@ def plan(source: Path, options: Options) -> list[Source]:
         ConversionError: it is no dense checkpoint in safetensors, or nothing would be ternary.
 
     """
-    config = _config(source)
+    _config(source)
     tensors = []
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -147,9 +150,6 @@ def plan(source: Path, options: Options) -> list[Source]:
                 tensors.append(Source(name, file.name, dtype, shape, _is_ternary(name, shape, dtype, options)))
     if not tensors:
         raise ConversionError(f"{source}: no *.safetensors; convert a checkpoint of another form to safetensors first")
-    experts = [key for key in _EXPERTS if _text(config).get(key)]
-    if experts:
-        raise ConversionError(f"{source}/config.json: {experts[0]} is set; ternary layers are linear ones, not experts")
     if not any(tensor.is_ternary for tensor in tensors):
         raise ConversionError(f"{source}: no linear weight in floating point outside of {', '.join(options.keep)}")
     if options.group_size:

@@ -31,6 +31,8 @@ from vllm_graft.quantization.ternary.formats import PER_BYTE, Format, FormatErro
 Shard = str | int | tuple[int, ...] | None
 _ZEROS = 0b01010101  # a byte of four weights of 0
 _DUMMY_SCALE = 0.02
+WARM_TOKENS = (1, 2, 16, 32, 64, 128)
+"""Numbers of tokens for which `kernels.choose` gives kernels that are compiled apart."""
 
 
 @register_weight_loader_v2_supported_method
@@ -57,6 +59,7 @@ class TernaryLinearMethod(LinearMethodBase):  # type: ignore[misc]
         n, k = sum(output_partition_sizes), input_size_per_partition
         layer.ternary_k = k
         layer.ternary_ranks = input_size // k
+        layer.ternary_dtype = params_dtype
         layer.ternary_loaded = {"weight": set(), "weight_scale": set()}
         place = extra_weight_attrs["weight_loader"]
         groups = k // self.config.group_size if self.config.group_size and k % self.config.group_size == 0 else 1
@@ -186,6 +189,15 @@ class TernaryLinearMethod(LinearMethodBase):  # type: ignore[misc]
         layer.ternary_n, layer.ternary_group = packed.n, packed.group
         layer.weight = Parameter(packed.words, requires_grad=False)
         layer.weight_scale = Parameter(packed.scales, requires_grad=False)
+        if packed.words.is_cuda:
+            self._compile(layer)
+
+    def _compile(self, layer: Any) -> None:
+        """Multiply once by each kernel that the layer may need, so that none is compiled while requests wait."""
+        bias = getattr(layer, "bias", None)
+        for count in WARM_TOKENS:
+            x = torch.zeros(count, layer.ternary_k, dtype=layer.ternary_dtype, device=layer.weight.device)
+            self.apply(layer, x, bias)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
