@@ -1,7 +1,7 @@
 """The start's canary: a question and, where the model can, a tool call; each has one right answer."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.ask import Answer, Connection, ServedModel, ask
 from launcher.measure.dialogues import tasks
@@ -31,8 +31,11 @@ class Canary:
 
 
 def canary_of(plan: Plan) -> Canary:
-    """Return the canary of a plan: calls only where the server reads them."""
-    return Canary(calls_tools=plan.can_call_tools, speculates="--speculative-config" in plan.argv())
+    """Return the canary of a plan: its model's question, and calls only where the server reads them."""
+    usual = Canary(calls_tools=plan.can_call_tools, speculates="--speculative-config" in plan.argv())
+    if plan.canary is None:
+        return usual
+    return replace(usual, question=plan.canary.question, expected=plan.canary.expected)
 
 
 def answer(base_url: str, served_name: str, api_key: str | None, canary: Canary) -> Answer:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from launcher.problems import Problem
-from launcher.profile import Monitoring
+from launcher.profile import CanaryQuestion, Monitoring
 
 Runtime = Literal["docker", "host"]
 GpuMode = Literal["nvidia", "cdi", "none"]
@@ -135,6 +135,8 @@ class Plan(PlanPart):
     """Planned context in tokens; None where the geometry is not known yet and vLLM decides."""
     recall_tokens: int | None = None
     """Longest prompt in which the model itself finds a needle reliably; None: any that fits."""
+    canary: CanaryQuestion | None = None
+    """None: the usual question."""
     tensor_parallel_size: int
     flags: tuple[Flag, ...]
     """In order, without the model's path, --host and --port: those belong to the runtime."""

@@ -50,10 +50,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         (state.root / file).write_text(text, encoding="utf-8")
     service = start(plan, WEIGHTS, state, ENGINE.vllm)
     try:
-        # It knows no capitals: it is asked what it can answer, and for a call.
-        asked = needle(random.Random(1), 300, 0.5)
-        canary = replace(canary_of(plan), question=asked.messages[0]["content"], expected=asked.content)
-        events = follow(service, plan.served_name, canary=canary)
+        events = follow(service, plan.served_name, canary=canary_of(plan))
         *_, called, last = (event for event in events if not isinstance(event, LogLine))
         assert isinstance(last, Ready), last
         assert called == CanaryAsked("a tool call, whole and streamed")

@@ -10,6 +10,7 @@ from launcher import canary, ready, service
 from launcher.ask import Answer
 from launcher.canary import Canary, canary_of
 from launcher.plan import Flag
+from launcher.profile import CanaryQuestion
 from launcher.ready import CanaryAsked, Event, NotReady, Ready, follow
 from launcher.runtime import RunState
 from launcher.service import FailedStart
@@ -118,6 +119,12 @@ def test_a_model_that_cannot_call_tools_is_asked_for_none() -> None:
     with served(spoil=staticmethod(paris), asked=requests) as url:
         list(followed(url, Canary()))
     assert len(requests) == 1
+
+
+def test_a_model_is_asked_its_own_question_where_it_has_one() -> None:
+    plan = make_plan(8000).model_copy(update={"canary": CanaryQuestion(question="2 + 2?", expected="4")})
+    assert (canary_of(plan).question, canary_of(plan).expected) == ("2 + 2?", "4")
+    assert canary_of(make_plan(8000)).expected == "Paris"
 
 
 def test_a_failed_start_has_the_canarys_cause_whatever_the_log_says(tmp_path: Path) -> None:
