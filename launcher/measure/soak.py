@@ -21,6 +21,8 @@ GRACE_S = 120.0
 """For the replies that are under way when the time is over."""
 REQUEST_TIMEOUT_S = 600.0
 TOO_MANY = 429
+AWAY = (502, 503, 504)
+"""What a gateway says for an engine that is not there: an outage, not a failure of each request that is tried in it."""
 
 
 class Soak:
@@ -147,6 +149,8 @@ class Soak:
         with self._lock:
             if error.status == TOO_MANY:
                 self.record.turned_away += 1
+            elif error.status in AWAY:
+                self.record.unreachable(self._elapsed())
             else:
                 kind = f"HTTP {error.status}" if error.status else "broken off"
                 failed = Outcome(turn.size, turn.is_agent, bool(turn.task.calls), kind, str(error))

@@ -147,6 +147,19 @@ def test_a_restart_of_the_server_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     assert checked(record)["no interruption"] is False
 
 
+def test_a_gateway_without_its_engine_is_an_outage_that_ends(tmp_path: Path) -> None:
+    def refuse(asked: Asked) -> tuple[int, str] | None:
+        return (503, "the engine restarts") if asked.before == 0 and len(asked.body["messages"]) == 1 else None
+
+    with service(refuse=staticmethod(refuse)) as url:
+        record = Record(settings(url, duration_s=60.0, concurrency=8))
+        with pytest.raises(Enough):
+            soaked(tmp_path, url, record, until(lambda record: record.outage_s > 0))
+    assert record.errors.total() == 0
+    assert [event.said for event in record.events][0] == "the service does not answer"
+    assert checked(record)["no interruption"] is False
+
+
 def test_a_service_that_goes_away_is_an_outage_and_no_heap_of_errors(tmp_path: Path) -> None:
     record = Record(settings(duration_s=0.3))
     with service() as url, Connection(url) as connection:
