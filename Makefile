@@ -115,9 +115,11 @@ test: install-dev ## All tests that this machine can run; the others skip by nam
 	@$(MAKE) --no-print-directory check
 	$(VENV)/bin/python -m pytest tests/patches tests/monitoring tests/gateway tests/engine tests/compose
 
-drill: install-dev ## Drill the gateway for ten minutes: parts killed, attacks, 200 streams (needs haproxy)
+drill: install-dev ## Drill gateway and watchdog at length: parts killed, attacks, 200 streams, memory (needs haproxy)
 	$(GRAFT) engine install engine
 	$(VENV)/bin/python -m tests.gateway.drill --out tests/gateway/results/drill.json
+	GRAFT_DRILL_RESULTS=tests/engine/results/watchdog.json $(VENV)/bin/python -m pytest \
+		tests/engine/test_watchdog_drills.py tests/engine/watchdog_long.py
 
 generated: install-dev ## Write again what follows from the code: schemas, golden files, README's tables
 	@$(GRAFT) schema profile > profiles/schema/profile.schema.json

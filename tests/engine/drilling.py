@@ -189,6 +189,7 @@ def _report(drill: Drill) -> None:
         "watch": {"every_s": WATCH.every_s, "strikes": WATCH.strikes, "idle_probe_s": WATCH.idle_probe_s},
         "drills": {**before, **drill.took_s},
     }
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
