@@ -156,7 +156,7 @@ def test_a_gateway_without_its_engine_is_an_outage_that_ends(tmp_path: Path) -> 
         with pytest.raises(Enough):
             soaked(tmp_path, url, record, until(lambda record: record.outage_s > 0))
     assert record.errors.total() == 0
-    assert [event.said for event in record.events][0] == "the service does not answer"
+    assert record.events[0].said == "the service does not answer"
     assert checked(record)["no interruption"] is False
 
 
