@@ -29,9 +29,9 @@ def markdown(report: Mapping[str, Any]) -> str:
         rows.append(f"| {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     said = (
-        f"Microseconds of one attention call of Qwen3.6-27B (24 query heads, 4 KV heads of 256) on one {report['device']} "
-        f"({versions}), in CUDA graphs with a cold L2 cache; the floor is its packed bytes at the measured copy bandwidth "
-        f"of {rate / 1e12:.2f} TB/s; 1 row is a decode, more a verification."
+        "Microseconds of one attention call of Qwen3.6-27B (24 query heads, 4 KV heads of 256) on one "
+        f"{report['device']} ({versions}), in CUDA graphs with a cold L2 cache; the floor is its packed bytes at the "
+        f"measured copy bandwidth of {rate / 1e12:.2f} TB/s; 1 row is a decode, more a verification."
     )
     missed = [
         f"- Missed: {verdict['target']}: {verdict['found']:g}, where {verdict['allowed']:g} was aimed at."
