@@ -113,7 +113,7 @@ test: install-dev ## All tests that this machine can run; the others skip by nam
 	$(GRAFT) engine install engine
 	$(GRAFT) engine install vllm-0.33
 	@$(MAKE) --no-print-directory check
-	$(VENV)/bin/python -m pytest tests/patches tests/monitoring tests/gateway tests/engine tests/compose
+	$(VENV)/bin/python -m pytest tests/patches tests/kernels tests/monitoring tests/gateway tests/engine tests/compose
 
 drill: install-dev ## Drill gateway and watchdog at length: parts killed, attacks, 200 streams, memory (needs haproxy)
 	$(GRAFT) engine install engine
