@@ -72,7 +72,7 @@ class NamedTarget:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self.target.arch)  # kernels remember the target of a device
 
     def get_current_stream(self, device: int) -> int:
         return 0
