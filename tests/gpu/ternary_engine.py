@@ -45,8 +45,8 @@ SEVEN_B = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SMALL = {**SEVEN_B, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "vocab_size": 1024}
-SMALL |= {"num_attention_heads": 16, "num_key_value_heads": 4}
+SMALL = {**SEVEN_B, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 1024}
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 QUANTIZATION: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "marlin-int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},

@@ -309,9 +309,9 @@ def choose(m: int, group: int, shared_bytes: int) -> GemvConfig | GemmConfig:
         return GemvConfig(8, 1, 1 if m > 1 else 4, 3)
     if m <= 64:
         return GemmConfig(64, 32 if m <= 32 else 64, 4, 3)
-    if shared_bytes >= LARGE_SHARED_BYTES:
-        return GemmConfig(128, 128, 8, 3)
     # Sums of small groups beside those of the block do not fit the registers of a larger one.
+    if shared_bytes >= LARGE_SHARED_BYTES:
+        return GemmConfig(128, 64 if group < COLUMNS else 128, 8, 3)
     return GemmConfig(64, 64, 4, 3) if group < COLUMNS else GemmConfig(128, 128, 8, 2)
 
 
