@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.attention.kernels.float8 import MIN_HARDWARE_CAPABILITY
-
 AS_CAPABILITY: tuple[int, int] | None = None
 """Set by tests on a newer card to run there what an older one runs, such as the integer conversions below 8.9."""
 
@@ -25,6 +23,9 @@ class Card:
 
     @property
     def hardware_fp8(self) -> bool:
+        """Whether the conversion to e4m3 is an instruction."""
+        from vllm_graft.attention.kernels.float8 import MIN_HARDWARE_CAPABILITY  # imports Triton
+
         return self.capability >= MIN_HARDWARE_CAPABILITY
 
     @property

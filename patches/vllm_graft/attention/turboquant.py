@@ -14,19 +14,22 @@ from typing import Any
 
 import torch
 import vllm.v1.attention.backends.turboquant_attn as stock
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend, TurboQuantAttentionImpl
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from vllm_graft.attention.card import card
-from vllm_graft.attention.kernels import decode, prefill
-from vllm_graft.attention.kernels import store as storing
-from vllm_graft.attention.kernels.codebook import prepare_codebook
-from vllm_graft.attention.kernels.launch import Launch, decode_launch
-from vllm_graft.attention.kernels.layout import slot_layout
 from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES
 from vllm_graft.attention.metadata import RequestsMetadata, SpanMetadata, SpecDecodeMetadataBuilder
 from vllm_graft.attention.rows import Attend
+
+if HAS_TRITON:  # without it this module is imported all the same, to prove that the fix applies
+    from vllm_graft.attention.kernels import decode, prefill
+    from vllm_graft.attention.kernels import store as storing
+    from vllm_graft.attention.kernels.codebook import prepare_codebook
+    from vllm_graft.attention.kernels.launch import Launch, decode_launch
+    from vllm_graft.attention.kernels.layout import slot_layout
 
 _REQUEST_CLASSES = (16, 32, 64, 128, 256, 512, 1024)
 """The decode kernel is compiled for a batch of up to so many requests."""
@@ -37,6 +40,10 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not HAS_TRITON:
+            raise RuntimeError(
+                "a TurboQuant KV cache needs Triton: vLLM's kernels for it and Graft's are written in it"
+            )
         config = stock.get_current_vllm_config()
         self._dtype = config.model_config.dtype
         self._max_query_len = max_decode_query_len(config)
