@@ -25,8 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
-
+import paths  # noqa: F401
 import ternary_bench as bench
 import torch
 import triton
