@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
+import uvloop
 from aiohttp import web
 
 from launcher.operate.gateway.relay import Relay
@@ -34,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, format='{"time":"%(asctime)s","level":"%(levelname)s","message":"%(message)s"}'
     )
-    asyncio.run(_run(settings))
+    # vLLM's own server runs on it, so it is there.
+    uvloop.run(_run(settings))
     return 0
 
 

@@ -28,7 +28,7 @@ PASSED_TO_CLIENT = ("Content-Type", "Cache-Control", "Retry-After")
 MOST_HELD_ANSWER_BYTES = 4 << 20
 """An answer that is no stream is held until it is whole, up to this size, so that a broken one becomes an error."""
 DIED = "the engine ended while it answered"
-DYING_S = 2.0
+DYING_S = 0.5
 """An engine that failed a request may need so long to be seen as dead."""
 
 log = logging.getLogger(__name__)
