@@ -31,12 +31,14 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from vllm_graft.attention.kernels import decode, dequantize, merge, rotation, store
 from vllm_graft.attention.kernels.codebook import prepare_codebook
-from vllm_graft.attention.kernels.launch import decode_launch
+from vllm_graft.attention.kernels.launch import Launch, decode_launch, resident_programs
 from vllm_graft.attention.kernels.layout import PRESETS, SlotLayout, slot_layout
 
 TARGETS = ((8, 6), (8, 9), (9, 0), (12, 0))
 SHARED_MEMORY_BYTES = 99 * 1024
 """What one program can have on 8.6, 8.9 and 12.0."""
+SHARED_BYTES_PER_SM = {(8, 6): 100 * 1024, (8, 9): 100 * 1024, (9, 0): 228 * 1024, (12, 0): 100 * 1024}
+REGISTERS_PER_SM = 64 * 1024
 PTXAS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
 
@@ -54,11 +56,9 @@ SHAPES = (
     Shape(256, 6, 1, 64),
     Shape(256, 6, 4, 64),
     Shape(256, 16, 8, 16),
-    Shape(128, 8, 1, 128),
     Shape(128, 4, 8, 32),
     Shape(96, 3, 4, 64),
     Shape(64, 1, 1, 16),
-    Shape(64, 7, 2, 64),
 )
 
 
@@ -114,7 +114,15 @@ def resources(compiled: Any, capability: tuple[int, int]) -> dict[str, int]:
     registers = re.search(r"Used (\d+) registers", said)
     if frame is None or registers is None:
         raise ValueError(f"ptxas -v: no resources in what it printed: {said[-300:]}")
+    resident = resident_programs(
+        int(registers[1]),
+        int(compiled.metadata.shared),
+        int(compiled.metadata.num_warps),
+        registers_per_sm=REGISTERS_PER_SM,
+        shared_bytes_per_sm=SHARED_BYTES_PER_SM[capability],
+    )
     return {
+        "resident_programs": resident,
         "registers": int(registers[1]),
         "spilled_bytes": int(frame[2]) + int(frame[3]),
         "stack_bytes": int(frame[1]),
@@ -129,13 +137,12 @@ def centroids(layout: SlotLayout) -> torch.Tensor:
     return torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count).float()
 
 
-def launch_decode(layout: SlotLayout, shape: Shape, capability: tuple[int, int]) -> None:
-    how = decode_launch(
-        capability,
-        key_is_fp8=layout.key_is_fp8,
-        rows=shape.group * shape.queries,
-        page_tokens=shape.page_tokens,
-    )
+def how_to_decode(layout: SlotLayout, shape: Shape, capability: tuple[int, int]) -> Launch:
+    rows = shape.group * shape.queries
+    return decode_launch(capability, layout=layout, rows=rows, page_tokens=shape.page_tokens)
+
+
+def launch_decode(layout: SlotLayout, shape: Shape, how: Launch) -> None:
     query = torch.zeros(shape.queries, 2 * shape.group, shape.head_size, dtype=torch.bfloat16)
     floats = decode.workspace_floats(
         programs=4,
@@ -199,7 +206,9 @@ def work(shapes: tuple[Shape, ...], capability: tuple[int, int]) -> Iterator[tup
         )
         if refusal is None:
             name = f"{preset} D{shape.head_size} {shape.group}x{shape.queries} rows, pages of {shape.page_tokens}"
-            yield name, lambda layout=layout, shape=shape: launch_decode(layout, shape, capability)  # type: ignore[misc]
+            how = how_to_decode(layout, shape, capability)
+            name += f", {how.programs_per_sm} programs"
+            yield name, lambda layout=layout, shape=shape, how=how: launch_decode(layout, shape, how)  # type: ignore[misc]
     for preset, head_size in itertools.product(PRESETS, sorted({shape.head_size for shape in shapes})):
         layout = slot_layout(preset, head_size)
         if store.supports(layout) is None:
@@ -220,17 +229,23 @@ def compile_for(capability: tuple[int, int], shapes: tuple[Shape, ...] = SHAPES)
         for kernel, compiled in made:
             target = f"sm_{capability[0]}{capability[1]}"
             entries.append({"target": target, "kernel": kernel, "for": name, **resources(compiled, capability)})
+            print(*entries[-1].values(), file=sys.stderr, flush=True)
     return entries
 
 
 def faults(entries: list[dict[str, Any]]) -> list[str]:
-    """Kernels that spill, or that do not fit."""
-    return [
-        f"{entry['target']} {entry['kernel']} {entry['for']}: {entry['spilled_bytes']} bytes spilled, "
-        f"{entry['shared_bytes']} bytes of shared memory"
-        for entry in entries
-        if entry["spilled_bytes"] or entry["shared_bytes"] > SHARED_MEMORY_BYTES
-    ]
+    """Kernels that do not fit, whose grid would run in two waves, or that spill; Hopper may, where that was faster."""
+    found = []
+    for entry in entries:
+        what = f"{entry['target']} {entry['kernel']} {entry['for']}"
+        if entry["shared_bytes"] > SHARED_MEMORY_BYTES:
+            found.append(f"{what}: {entry['shared_bytes']} bytes of shared memory")
+        if entry["spilled_bytes"] and entry["target"] != "sm_90":
+            found.append(f"{what}: {entry['spilled_bytes']} bytes spilled")
+        wanted = re.search(r", (\d+) programs$", entry["for"])
+        if entry["kernel"] == "attend" and wanted and entry["resident_programs"] < int(wanted[1]):
+            found.append(f"{what}: {entry['resident_programs']} programs fit a multiprocessor")
+    return found
 
 
 def main() -> int:

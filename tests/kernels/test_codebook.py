@@ -50,12 +50,25 @@ def followed(code: str, outputs: int, words: list[int]) -> list[int]:
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
-    for statement in code.strip().strip("{}").split(";"):
-        parts = re.split(r"[\s,]+", statement.strip())
+    for statement in code.strip()[1:-1].split(";"):
+        parts = re.split(r"[\s,{}]+", statement.strip(" \n}"))
         if parts == [""] or parts[0] == ".reg":
             continue
-        registers[parts[1]] = OPERATIONS[parts[0]](*map(value, parts[2:])) & WORD
+        if parts[0] == "mov.b64":
+            registers[parts[1]] = value(parts[2]) | value(parts[3]) << 32
+        else:
+            registers[parts[1]] = OPERATIONS[parts[0]](*map(value, parts[2:])) & WORD
     return [registers[f"${place}"] for place in range(outputs)]
+
+
+def looked_up(lookup: str, bits: int, codes: list[list[int]]) -> list[list[int]]:
+    """The FP16 bits that two words of codes give."""
+    packed = [sum(code << (bits * place) for place, code in enumerate(row)) for row in codes]
+    if bits == 4:  # each result is the four centroids of a word
+        fours = followed(lookup, 2, [packed[0] | packed[1] << 16])
+        return [[four >> (16 * place) & 0xFFFF for place in range(4)] for four in fours]
+    pairs = followed(lookup, 8, packed)  # each result is a centroid of both words
+    return [[pair >> (16 * word) & 0xFFFF for pair in pairs] for word in range(2)]
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
@@ -64,16 +77,10 @@ def test_each_code_is_looked_up(preset: str, head_size: int) -> None:
     bits = slot_layout(preset, head_size).preset.key_bits
     codebook = prepare_codebook(centroids(slot_layout(preset, head_size)))
     wanted = torch.tensor(codebook.values, dtype=torch.float16).view(torch.int16).tolist()
-    planes = 4 if bits == 4 else 8
     generator = torch.Generator().manual_seed(head_size)
     for _ in range(40):
-        codes = torch.randint(0, 2**bits, (2, planes), generator=generator).tolist()
-        packed = [sum(code << (bits * place) for place, code in enumerate(row)) for row in codes]
-        words = [packed[0] | packed[1] << 16] if bits == 4 else packed
-        found = followed(codebook.lookup, planes, words)
-        for plane, pair in enumerate(found):
-            assert pair & 0xFFFF == wanted[codes[0][plane]] & 0xFFFF
-            assert pair >> 16 == wanted[codes[1][plane]] & 0xFFFF
+        codes = torch.randint(0, 2**bits, (2, 4 if bits == 4 else 8), generator=generator).tolist()
+        assert looked_up(codebook.lookup, bits, codes) == [[wanted[code] & 0xFFFF for code in row] for row in codes]
 
 
 def test_the_values_are_the_centroids_times_a_power_of_two() -> None:

@@ -31,9 +31,6 @@ if HAS_TRITON:  # without it this module is imported all the same, to prove that
     from vllm_graft.attention.kernels.launch import Launch, decode_launch
     from vllm_graft.attention.kernels.layout import slot_layout
 
-_REQUEST_CLASSES = (16, 32, 64, 128, 256, 512, 1024)
-"""The decode kernel is compiled for a batch of up to so many requests."""
-
 
 class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
     """TurboQuant attention that serves a batch with prefills span by span, by Graft's kernels where they can."""
@@ -89,7 +86,7 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
     def _launch(self, max_query_len: int, page_tokens: int) -> Launch:
         return decode_launch(
             self._card.capability,
-            key_is_fp8=self._layout.key_is_fp8,
+            layout=self._layout,
             rows=self.num_kv_groups * max_query_len,
             page_tokens=page_tokens,
         )
@@ -339,7 +336,7 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
 
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
         self._store_kv(zeros(1, self.num_kv_heads), zeros(1, self.num_kv_heads), cache, nowhere, layer)
-        for requests in sorted({min(count, max_requests) for count in _REQUEST_CLASSES}):
+        for requests in sorted({min(count, max_requests) for count in decode.REQUEST_CLASSES}):
             for queries in sorted({1, max_query_len}):
                 tokens = requests * queries
                 metadata = RequestsMetadata(

@@ -46,24 +46,22 @@ def _tables(bits: list[int]) -> str:
     return " ".join(lines)
 
 
-# Two words of four 4-bit codes each; $0 to $3 are the centroids of both words' codes 0 to 3.  The tables hold the
-# positive half: the code's low three bits choose from it, complemented (n - n / 8 is 7 where the sign bit n is 8) below
-# zero, and t holds the sign bits of four codes in four bytes.
+# Two words of four 4-bit codes each; $0 and $1 are the four centroids of each word, in one result for the sake of the
+# layout.  The tables hold the positive half: the code's low three bits choose from it, complemented (n - n / 8 is 7
+# where the sign bit n is 8) below zero, and t holds the sign bits of four codes in four bytes.
 _LOOKUP_4 = """{
-.reg .b32 n, s, i, a, b, t, x, y, z, w, h0, h1, l0, l1;
+.reg .b32 n, s, i, a, b, t, x, y, h0, h1, l0, l1;
 TABLES
-not.b32 n, $4; and.b32 n, n, 0x88888888;
-shr.u32 i, n, 3; sub.u32 i, n, i; xor.b32 i, i, $4; and.b32 i, i, 0x77777777;
+not.b32 n, $2; and.b32 n, n, 0x88888888;
+shr.u32 i, n, 3; sub.u32 i, n, i; xor.b32 i, i, $2; and.b32 i, i, 0x77777777;
 shl.b32 s, n, 4;
 prmt.b32 a, h0, h1, i; prmt.b32 b, l0, l1, i;
 prmt.b32 t, n, s, 0x1504; and.b32 t, t, 0x80808080; xor.b32 a, a, t;
-prmt.b32 x, b, a, 0x5140; prmt.b32 y, b, a, 0x7362;
+prmt.b32 x, b, a, 0x5140; prmt.b32 y, b, a, 0x7362; mov.b64 $0, {x, y};
 shr.u32 i, i, 16;
 prmt.b32 a, h0, h1, i; prmt.b32 b, l0, l1, i;
 prmt.b32 t, n, s, 0x3726; and.b32 t, t, 0x80808080; xor.b32 a, a, t;
-prmt.b32 z, b, a, 0x5140; prmt.b32 w, b, a, 0x7362;
-prmt.b32 $0, x, z, 0x5410; prmt.b32 $1, x, z, 0x7632;
-prmt.b32 $2, y, w, 0x5410; prmt.b32 $3, y, w, 0x7632;
+prmt.b32 x, b, a, 0x5140; prmt.b32 y, b, a, 0x7362; mov.b64 $1, {x, y};
 }"""
 
 # Two words of eight 3-bit codes each, whose table is all of them; four codes at a time are spread to one in four bits.

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_graft.attention.kernels.codebook import Codebook
-from vllm_graft.attention.kernels.launch import Launch
+from vllm_graft.attention.kernels.launch import Launch, resident_programs
 from vllm_graft.attention.kernels.layout import E4M3_IN_FP16, SlotLayout
 
 _WEIGHT_RANGE = tl.constexpr(2.0**14)
@@ -75,29 +76,26 @@ def _codes4(words, ASSEMBLY: tl.constexpr):
     Two codes at a time, which Triton does not find: the bits 0x6400 | code are 1024 + code, 0x5400 | 16 code 64 + code.
     """
     if ASSEMBLY:
-        c0, c1, c2, c3 = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t, u, p, q, r, s;
-            mov.b32 p, 0x64006400; mov.b32 r, 0x64086408;
-            mov.b32 q, 0x54005400; mov.b32 s, 0x54805480;
-            shr.u32 u, $4, 8;
-            lop3.b32 t, $4, 0x000F000F, p, 0xEA; sub.f16x2 $0, t, r;
-            lop3.b32 t, $4, 0x00F000F0, q, 0xEA; sub.f16x2 $1, t, s;
-            lop3.b32 t, u, 0x000F000F, p, 0xEA; sub.f16x2 $2, t, r;
-            lop3.b32 t, u, 0x00F000F0, q, 0xEA; sub.f16x2 $3, t, s;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        c0 = _nibbles(words, "0", "0x000F000F", "0x64006400", "0x64086408")
+        c1 = _nibbles(words, "0", "0x00F000F0", "0x54005400", "0x54805480")
+        c2 = _nibbles(words, "8", "0x000F000F", "0x64006400", "0x64086408")
+        c3 = _nibbles(words, "8", "0x00F000F0", "0x54005400", "0x54805480")
     else:
         c0 = _code(words, 0, 4)
         c1 = _code(words, 1, 4)
         c2 = _code(words, 2, 4)
         c3 = _code(words, 3, 4)
     return c0, c1, c2, c3
+
+
+@triton.jit
+def _nibbles(words, SHIFT: tl.constexpr, MASK: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr):
+    """One code of each word; instructions of one result, not of several, are computed in the product's layout."""
+    LOAD: tl.constexpr = "{ .reg .b32 t, base, bias; mov.b32 base, " + BASE + "; mov.b32 bias, " + BIAS
+    PICK: tl.constexpr = "; shr.u32 t, $1, " + SHIFT + "; lop3.b32 t, t, " + MASK + ", base, 0xEA; "
+    return tl.inline_asm_elementwise(
+        LOAD + PICK + "sub.f16x2 $0, t, bias; }", "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -149,20 +147,24 @@ def _code(words, plane: tl.constexpr, BITS: tl.constexpr):
 def _centroids4(words, CODEBOOK: tl.constexpr, LOOKUP: tl.constexpr, ASSEMBLY: tl.constexpr):
     """fp16 centroids of the four 4-bit codes of each 16-bit word, one tensor for each."""
     if ASSEMBLY:
-        c0, c1, c2, c3 = tl.inline_asm_elementwise(
-            LOOKUP,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        four = tl.inline_asm_elementwise(LOOKUP, "=&l,=&l,r", [words], dtype=tl.int64, is_pure=True, pack=2)
+        c0 = _half_of(four, "x, z, 0x5410")
+        c1 = _half_of(four, "x, z, 0x7632")
+        c2 = _half_of(four, "y, w, 0x5410")
+        c3 = _half_of(four, "y, w, 0x7632")
     else:
         c0 = _centroid(words, 0, 4, CODEBOOK)
         c1 = _centroid(words, 1, 4, CODEBOOK)
         c2 = _centroid(words, 2, 4, CODEBOOK)
         c3 = _centroid(words, 3, 4, CODEBOOK)
     return c0, c1, c2, c3
+
+
+@triton.jit
+def _half_of(four, CHOICE: tl.constexpr):
+    """One of the four fp16 numbers in each 64 bits: two of them are chosen at a time."""
+    SPLIT: tl.constexpr = "{ .reg .b32 x, y, z, w; mov.b64 {x, y}, $1; mov.b64 {z, w}, $2; prmt.b32 $0, "
+    return tl.inline_asm_elementwise(SPLIT + CHOICE + "; }", "=r,l,l", [four], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -605,8 +607,8 @@ _COMPILED = isinstance(_attend, triton.JITFunction)
 HEAD_SIZES = (64, 96, 128, 256)
 MAX_ROWS = 128
 """Query heads of a KV head times tokens of a verify step that are tested; a longer chunk is a prefill's."""
-_BLOCK_REQUESTS = 64
-"""Requests whose lengths are read at once; more make another variant."""
+REQUEST_CLASSES = (256, 1024, 4096)
+"""The kernels are compiled for a batch of up to so many requests, whose lengths each program reads at once."""
 _BLOCK_ROWS = 32
 """Rows of one unit: operands and accumulators of more spill, so more rows are more units that read the same tokens."""
 _MERGE_BLOCK = 16
@@ -682,6 +684,22 @@ def _row_blocks(rows: int) -> tuple[int, int]:
     return blocks, rows if blocks == 1 else _BLOCK_ROWS
 
 
+_RESIDENT: dict[tuple[object, ...], int] = {}
+"""Programs that fit one multiprocessor, by variant: compilers differ, and a grid of more runs in two waves."""
+
+
+def _resident(compiled: Any, device: torch.device) -> int:
+    """How many programs of a kernel that has been launched fit one multiprocessor of a device."""
+    properties = torch.cuda.get_device_properties(device)
+    return resident_programs(
+        compiled.n_regs,
+        compiled.metadata.shared,
+        compiled.metadata.num_warps,
+        registers_per_sm=properties.regs_per_multiprocessor,
+        shared_bytes_per_sm=properties.shared_memory_per_multiprocessor,
+    )
+
+
 def verify_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -713,7 +731,7 @@ def verify_attention(
     partial = workspace.partial
     stats = partial[(workspace.programs + num_requests * num_kv_heads * blocks) * block_rows * head_size :]
     cache = kv_cache.view(torch.uint16)
-    block_requests = max(_BLOCK_REQUESTS, triton.next_power_of_2(num_requests))
+    block_requests = next(count for count in REQUEST_CLASSES if num_requests <= count)
     if not layout.key_is_fp8:
         if codebook is None:
             raise ValueError(f"codebook: {layout.preset.name} needs the one of prepare_codebook")
@@ -727,7 +745,10 @@ def verify_attention(
         "N": launch.block_tokens,
         "BLOCK_R": block_requests,
     }
-    _attend[(workspace.programs,)](
+    variant = (layout, launch, block_rows, page_tokens, query.dtype, block_requests)
+    resident = min(_RESIDENT.get(variant, launch.programs_per_sm), launch.programs_per_sm)
+    programs = workspace.programs // launch.programs_per_sm * resident or workspace.programs
+    compiled = _attend[(programs,)](
         query,
         cache,
         block_table,
@@ -736,7 +757,7 @@ def verify_attention(
         partial,
         stats,
         num_requests,
-        workspace.programs,
+        programs,
         launch.min_tiles,
         scale * math.log2(math.e),
         query.stride(0),
@@ -764,6 +785,8 @@ def verify_attention(
         maxnreg=launch.max_registers,
         **common,
     )
+    if _COMPILED and variant not in _RESIDENT and query.is_cuda:
+        _RESIDENT[variant] = _resident(compiled, query.device)
     _merge[(max(num_requests * max_query_len, num_tokens), num_heads)](
         partial,
         stats,
@@ -771,7 +794,7 @@ def verify_attention(
         query_start_loc,
         out,
         num_requests,
-        workspace.programs,
+        programs,
         launch.min_tiles,
         num_tokens,
         out.stride(0),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_graft.attention.kernels.float8 import MIN_HARDWARE_CAPABILITY
+from vllm_graft.attention.kernels.layout import SlotLayout
 
 _MANY_ROWS = 16
 """More rows than one tile of the tensor cores has."""
@@ -47,14 +48,15 @@ _FP8_DECODE = Launch(
     min_tiles=1,
     hardware_fp8=True,
     fetch=None,
-    max_registers=None,
+    max_registers=168,
     reload_queries=False,
-    reason="the next tile's copy is in flight while a tile is computed; three programs hide the rest of the latency, "
-    "while a deeper pipeline takes registers for addresses and leaves two",
+    reason="the next tile's copy is in flight while a tile is computed; three programs, for which 168 registers are "
+    "left, hide the rest of the latency; a deeper pipeline takes registers for addresses",
 )
 _FP8_VERIFY = replace(
     _FP8_DECODE,
     programs_per_sm=2,
+    max_registers=None,
     reason="32 rows of queries take the registers of a third program; eight warps would each hold all queries again",
 )
 _MSE_DECODE = Launch(
@@ -71,22 +73,38 @@ _MSE_DECODE = Launch(
 )
 _MSE_VERIFY = replace(
     _MSE_DECODE,
-    num_warps=8,
     reload_queries=True,
-    reason="32 rows of queries in registers would spill on top of the looked-up keys",
+    reason="32 rows of queries of 256 in registers would spill on top of the looked-up keys",
+)
+_MSE_VERIFY_WIDE = replace(
+    _MSE_VERIFY,
+    num_warps=8,
+    reason="eight warps share a head of 256 without spills; on 9.0 four are faster though they spill 60 bytes a thread",
 )
 
 
-def decode_launch(capability: tuple[int, int], *, key_is_fp8: bool, rows: int, page_tokens: int) -> Launch:
+def resident_programs(
+    registers: int, shared_bytes: int, warps: int, *, registers_per_sm: int, shared_bytes_per_sm: int
+) -> int:
+    """Return how many programs fit a multiprocessor; the driver takes 1 KiB for each, and registers in units of 256."""
+    registers_of_warp = -(-registers * 32 // 256) * 256
+    return min(registers_per_sm // (registers_of_warp * warps), shared_bytes_per_sm // (shared_bytes + 1024))
+
+
+def decode_launch(capability: tuple[int, int], *, layout: SlotLayout, rows: int, page_tokens: int) -> Launch:
     """Return the launch of a compute capability for so many rows (query heads of a KV head times verified tokens)."""
     many = rows > _MANY_ROWS
-    if key_is_fp8:
+    large_shared_memory = _LARGE_SHARED_MEMORY <= capability < _SMALL_AGAIN
+    if layout.key_is_fp8:
         launch = _FP8_VERIFY if many else _FP8_DECODE
-        if capability < _LARGE_SHARED_MEMORY or capability >= _SMALL_AGAIN:
-            launch = replace(launch, programs_per_sm=2, reason=_TWO_FIT)
+        if not large_shared_memory:
+            launch = replace(launch, programs_per_sm=2, max_registers=None, reason=_TWO_FIT)
         launch = replace(launch, hardware_fp8=capability >= MIN_HARDWARE_CAPABILITY)
+    elif many and layout.head_size > 128:
+        launch = _MSE_VERIFY if large_shared_memory else _MSE_VERIFY_WIDE
     else:
-        launch = _MSE_VERIFY if many else _MSE_DECODE
-    if page_tokens < launch.block_tokens:  # with smaller tiles fewer pages are looked up for each
-        launch = replace(launch, block_tokens=32, num_warps=4)
+        launch = _MSE_DECODE
+    if page_tokens < launch.block_tokens and launch.num_warps == 4:
+        # with smaller tiles fewer pages are looked up for each; eight warps need tokens for all of them
+        launch = replace(launch, block_tokens=32)
     return launch
