@@ -1,0 +1,1 @@
+"""Two engines on the same tokens, layer by layer: where they part, and what that costs."""
