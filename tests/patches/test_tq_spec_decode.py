@@ -18,6 +18,7 @@ from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry  # noqa: E40
 from vllm.v1.attention.backend import AttentionCGSupport  # noqa: E402
 from vllm.v1.attention.ops.triton_turboquant_decode import _FP8_E4B15  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
+from vllm_graft.attention.card import card  # noqa: E402
 from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES  # noqa: E402
 
 from tests.patches.tq_layer import (  # noqa: E402
@@ -36,6 +37,7 @@ from tests.patches.tq_layer import (  # noqa: E402
     attend,
     batch,
     kernels,
+    prefill,
     workspace_bytes,
 )
 
@@ -129,21 +131,42 @@ def keys_read_back(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> list[float]
 # jit-on-first-use: a server that vLLM has warmed up meets prompts, drafts and long prompts of many sizes.
 
 
-def compiled_while_serving(layer: Layer, launches: Launches) -> list[str]:
-    """The kernels that Triton would compile for requests, in a variant that the start has not compiled."""
+def start(layer: Layer) -> None:
+    """What vLLM does before it takes requests: the registered warm-up, and steps of its own."""
     registry = JitWarmupRegistry(layer.builder.vllm_config)
     with registry.activate():
         layer.builder.__init__(*builder_arguments(layer))
     registry.warmup()
     for query_lens, seq_lens in (([5, 5], [5, 5]), ([4, 4], [9, 9]), ([4, 1], [13, 10]), ([4], [17]), ([1], [18])):
-        step(layer, query_lens, seq_lens)  # as vLLM's own warm-up does
-    started = set(launches.variants)
-    for count in range(1, MAX_SEQS + 1):
-        step(layer, [1] * count, [100] * count)
-        step(layer, [1 + DRAFTS] * count, [100 + count] * count)
-    for query_lens, seq_lens in (([200], [6000]), ([4, 150, 2], [90, 3000, 40]), ([30, 3, 129], [30, 20, 2129])):
         step(layer, query_lens, seq_lens)
-    return sorted({variant[0] for variant in launches.variants - started})
+
+
+def serve(layer: Layer) -> None:
+    """Batches of every size and number of drafts, prompts beside them, and prompts of many chunks."""
+    for count in range(1, MAX_SEQS + 1):
+        for drafts in range(1 + DRAFTS):
+            step(layer, [1 + drafts] * count, [100 + count] * count)
+        step(layer, [1 + (count + request) % (1 + DRAFTS) for request in range(count)], [100 + count] * count)
+    # the last chunk is one query longer than a block of queries
+    shape = prefill.Shape(HEADS, KV_HEADS, HEAD_SIZE, query_is_copied=not layer.impl.tq_config.key_fp8)
+    rows = prefill.tiling(shape, 200_000, 1000, card(CPU).flash_slots).queries
+    for query_lens, seq_lens in (
+        ([200], [6000]),
+        ([4, 150, 2], [90, 3000, 40]),
+        ([30, 3, 129], [30, 20, 2129]),
+        ([5], [5]),
+        ([16, 1, 7], [16, 60, 300]),
+        ([rows + 1], [rows + 1000]),
+    ):
+        step(layer, query_lens, seq_lens)
+
+
+def compiled_while_serving(layer: Layer, launches: Launches) -> list[str]:
+    """The kernels that would be compiled for requests, in a variant that the start has not compiled."""
+    start(layer)
+    started = set(launches.variants)
+    serve(layer)
+    return sorted({name for _, name, *_ in launches.variants - started})
 
 
 def step(layer: Layer, query_lens: list[int], seq_lens: list[int]) -> None:
@@ -185,6 +208,28 @@ def test_fixed_with_fix(fault: str, make_layer: Any, fixed: None, request: pytes
     observe, records, _, right = FAULTS[fault]
     seen = request.getfixturevalue(records)
     assert observe(make_layer(), seen) == right
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("dtype", "rotations"), [("turboquant_k8v4", {}), ("turboquant_3bit_nc", {"rotation._rotate": 1})]
+)
+def test_a_service_has_few_kernels(
+    dtype: str, rotations: dict[str, int], make_layer: Any, launches: Launches, fixed: None
+) -> None:
+    layer = make_layer(dtype)
+    launches.variants.clear()
+    start(layer)
+    serve(layer)
+    assert launches.counts() == {
+        "decode._attend": 2,  # one query token of each request, and up to 1 + DRAFTS
+        "decode._merge": 2,
+        "dequantize._dequantize": 1,
+        "flash.flash_attention": 2,  # causal over the chunk, FP16 over a tile; never for a single query
+        "merge._merge": 4,  # the chunk and a tile into the output or the FP32 sum; that and a tile, likewise
+        "store._store": 1,
+        **rotations,
+    }
 
 
 def test_a_graph_goes_on_reading_the_model_runners_buffers(make_layer: Any, calls: Calls, fixed: None) -> None:

@@ -207,13 +207,17 @@ def attend(layer: Layer, metadata: Any, query: Any = None, key: Any = None, valu
 
 @dataclass
 class Launches:
-    """The kernels that were launched, as Triton would compile them; none of them ran."""
+    """The kernels that were launched, as Triton or, for flash attention, the driver would compile them; none ran.
+
+    A variant is the module, the kernel's name and what it is compiled for.
+    """
 
     variants: set[tuple[Any, ...]] = field(default_factory=set)
 
-    @property
-    def names(self) -> list[str]:
-        return sorted({variant[0] for variant in self.variants})
+    def counts(self) -> dict[str, int]:
+        """How many variants there are of each kernel, by the end of its module's name and its own."""
+        names = [f"{module.rpartition('.')[2]}.{name}" for module, name, *_ in self.variants]
+        return {name: names.count(name) for name in sorted(set(names))}
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
@@ -230,14 +234,20 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
             (name, _compiled_as(value, "constexpr" in str(annotations.get(name)), name in general))
             for name, value in sorted(given.items())
         ]
-        seen.variants.add((kernel.fn.__name__, *key))
+        seen.variants.add((kernel.fn.__module__, kernel.fn.__name__, *key))
 
     def flash(_: Any, query: Any, *others: Any) -> tuple[Any, Any]:
-        return others[-1].zero_(), torch.zeros(query.shape[1], query.shape[0])
+        max_query_len, causal, out = others[4], others[7], others[8]
+        seen.variants.add(("flash", "flash_attention", query.dtype, max_query_len == 1, causal))
+        return out.zero_(), torch.zeros(query.shape[1], query.shape[0])
+
+    def stock_flash(_: Any, q: Any, max_seqlen_q: int, **__: Any) -> Any:
+        seen.variants.add(("flash", "flash_attention", q.dtype, max_seqlen_q == 1, True))
+        return torch.zeros_like(q)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(stock, "_HAS_FLASH_ATTN", True)
-    monkeypatch.setattr(stock.TurboQuantAttentionImpl, "_flash_attn_varlen", lambda _, q, **__: torch.zeros_like(q))
+    monkeypatch.setattr(stock.TurboQuantAttentionImpl, "_flash_attn_varlen", stock_flash)
     monkeypatch.setattr(turboquant.SpecDecodeImpl, "_flash", flash)
     return seen
 

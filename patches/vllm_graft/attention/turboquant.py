@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import vllm.v1.attention.backends.turboquant_attn as stock
+from vllm.logger import init_logger
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend, TurboQuantAttentionImpl
@@ -30,6 +31,11 @@ if HAS_TRITON:  # without it this module is imported all the same, to prove that
     from vllm_graft.attention.kernels.codebook import prepare_codebook
     from vllm_graft.attention.kernels.launch import Launch, decode_launch
     from vllm_graft.attention.kernels.layout import slot_layout
+
+logger = init_logger(__name__)
+
+_FLASH_MAJOR = 8
+"""vLLM's FlashAttention 2 has machine code for compute capability 8.x alone."""
 
 
 class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
@@ -327,41 +333,53 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
 
     def warm_up(self, layer: Any, max_query_len: int, max_requests: int) -> None:
         """Compile what serving will launch, on the layer's cache: nothing is stored there, and little is read."""
-        device, dtype = self._device, self._dtype
         cache = layer.kv_cache.transpose(1, 2)
-        self._ensure_on_device(layer, device)
-
-        def zeros(tokens: int, heads: int) -> torch.Tensor:
-            return torch.zeros(tokens, heads, self.head_size, dtype=dtype, device=device)
-
-        nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
-        self._store_kv(zeros(1, self.num_kv_heads), zeros(1, self.num_kv_heads), cache, nowhere, layer)
+        self._ensure_on_device(layer, self._device)
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        self._store_kv(self._zeros(1, self.num_kv_heads), self._zeros(1, self.num_kv_heads), cache, nowhere, layer)
         for requests in sorted({min(count, max_requests) for count in decode.REQUEST_CLASSES}):
             for queries in sorted({1, max_query_len}):
                 tokens = requests * queries
                 metadata = RequestsMetadata(
-                    seq_lens=torch.full((requests,), queries, dtype=torch.int32, device=device),
+                    seq_lens=torch.full((requests,), queries, dtype=torch.int32, device=self._device),
                     slot_mapping=nowhere,
-                    block_table=torch.zeros(requests, 1, dtype=torch.int32, device=device),
-                    query_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device),
+                    block_table=torch.zeros(requests, 1, dtype=torch.int32, device=self._device),
+                    query_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self._device),
                     num_actual_tokens=tokens,
                     max_query_len=queries,
                 )
-                self._decode_requests(zeros(tokens, self.num_heads), cache, metadata, zeros(tokens, self.num_heads))
-        if not self._reads_prefix:
-            return
-        one_tile = prefill.tiling(self._prefill_shape, 1, 2**30, self._card.flash_slots).tokens
-        for cached in (1, 2 * one_tile + 1):  # merged at once, and over three tiles: each mix of dtypes is a kernel
+                query = self._zeros(tokens, self.num_heads)
+                self._decode_requests(query, cache, metadata, torch.empty_like(query))
+        if self._reads_prefix:
+            self._warm_up_prefix(layer, cache)
+
+    def _warm_up_prefix(self, layer: Any, cache: torch.Tensor) -> None:
+        """Attend to prefixes of one tile and of three: each mix of dtypes in a merge is a kernel.
+
+        Two queries, as a chunk has at least: flash attention has other kernels for one, which serving never calls and
+        which a driver that compiles them takes minutes for.
+        """
+        if self._device.type == "cuda" and torch.cuda.get_device_capability(self._device)[0] != _FLASH_MAJOR:
+            logger.info_once(
+                "FlashAttention 2 has no machine code for this card: the CUDA driver compiles it now, for a minute; "
+                "later starts find it in CUDA's cache"
+            )
+        one_tile = prefill.tiling(self._prefill_shape, 2, 2**30, self._card.flash_slots).tokens
+        for cached in (1, 2 * one_tile + 1):
+            query = self._zeros(2, self.num_heads)
             self._attend_to_prefix(
-                zeros(1, self.num_heads),
-                zeros(1, self.num_kv_heads),
-                zeros(1, self.num_kv_heads),
+                query,
+                self._zeros(2, self.num_kv_heads),
+                self._zeros(2, self.num_kv_heads),
                 cache,
-                torch.zeros(-(-cached // cache.shape[1]), dtype=torch.int32, device=device),
+                torch.zeros(-(-cached // cache.shape[1]), dtype=torch.int32, device=self._device),
                 cached,
                 layer._tq_centroids,
-                zeros(1, self.num_heads),
+                torch.empty_like(query),
             )
+
+    def _zeros(self, tokens: int, heads: int) -> torch.Tensor:
+        return torch.zeros(tokens, heads, self.head_size, dtype=self._dtype, device=self._device)
 
 
 class SpecDecodeBackend(TurboQuantAttentionBackend):  # type: ignore[misc]

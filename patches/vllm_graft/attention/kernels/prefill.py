@@ -27,8 +27,8 @@ _MIN_TILE_TOKENS = 2048  # below it a tile takes longer to launch than to comput
 class Attention(Protocol):
     """Attention of query [T, heads, D] to key and value [S, KV heads, D]; causal is aligned to the last of both.
 
-    Writes the output [T, heads, D] to `out` and returns it with the natural logarithm of the softmax's denominator,
-    FP32 [heads, T].
+    T > 1: flash attention has kernels of their own for a single query, which nothing else needs.  Writes the output
+    [T, heads, D] to `out` and returns it with the natural logarithm of the softmax's denominator, FP32 [heads, T].
     """
 
     def __call__(
@@ -127,7 +127,7 @@ def attend_to_prefix(
 ) -> None:
     """Write to `out` [T, heads, D] the attention of a chunk to its prefix of `cached` > 0 tokens and to itself.
 
-    `query` [T, heads, D], `key` and `value` [T, KV heads, D] are the chunk's, `cache` and `block_table` as for
+    `query` [T, heads, D], T > 1, `key` and `value` [T, KV heads, D] are the chunk's, `cache` and `block_table` as for
     `dequantize`.  `workspace` is uint8 of WORKSPACE_BYTES; `slots` is how many programs of `attention` run at a time.
     """
     tokens, heads, head_size = query.shape
@@ -139,7 +139,7 @@ def attend_to_prefix(
     partial, total = room.take(block_shape, torch.float16), room.take(block_shape, torch.float32)
     copied = room.take(block_shape, torch.float16) if shape.query_is_copied else query
     tile_scale = scale if layout.key_is_fp8 else scale * head_size**-0.5 / step(head_size)
-    for start, stop in _pieces(tokens, cut.queries):
+    for start, stop in _pieces(tokens, cut.queries, least=2):
         block = query[start:stop]
         here = out[start:stop]
         so_far, lse = attention(block, key[:stop], value[:stop], causal=True, scale=scale, out=here)
@@ -158,9 +158,15 @@ def attend_to_prefix(
             so_far = merged
 
 
-def _pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, size):
-        yield start, min(start + size, total)
+def _pieces(total: int, size: int, least: int = 1) -> Iterator[tuple[int, int]]:
+    """Bounds of pieces of `size` and a rest, which takes from the piece before it what it lacks of `least`."""
+    start = 0
+    while start < total:
+        stop = min(start + size, total)
+        if 0 < total - stop < least:
+            stop = total - least
+        yield start, stop
+        start = stop
 
 
 class _Carver:

@@ -38,7 +38,7 @@ def _store_half(number, cache, at, inside):
     tl.store((cache + at).to(tl.pointer_type(tl.float16)), number.to(tl.float16), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["slot_mapping", "num_tokens"])
 def _store(
     key,
     value,
