@@ -21,7 +21,7 @@ def test_kernels(way: str) -> None:
         pytest.skip("no .venv-vllm-0.33; `make test` installs it")
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "TRITON_"))}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environ |= {"TRITON_INTERPRET": "1"} if way == "interpreted" else {}
+    environ |= {"TRITON_INTERPRET": "1"} if way == "interpreted" else {"TRITON_DEFAULT_FP_FUSION": "1"}
     files = [str(FOLDER / name) for name in WAYS[way]]
     assert files
     command = [str(PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", TORCHS_OWN_WARNING, *files]
