@@ -287,7 +287,9 @@ def main(arguments: Sequence[str] | None = None, execute: Any = spec_decode.exec
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results file, which is gone on with")
     parser.add_argument("--work", type=Path, default=WORK, help="logs of the cases")
-    parser.add_argument("--budget-s", type=float, default=3600, help="start no case that would end later")
+    parser.add_argument(
+        "--budget-s", type=float, default=3600, help="start no case that would probably end later, and end one"
+    )
     parser.add_argument("--only", help="run only cases whose id contains this")
     parser.add_argument("--list", action="store_true", help="print the ids of all cases and stop")
     options = parser.parse_args(arguments)
@@ -303,7 +305,11 @@ def main(arguments: Sequence[str] | None = None, execute: Any = spec_decode.exec
             print("stopping within the budget")
             break
         print(case.id, flush=True)
-        entry = execute(case, run, options.work)
+        try:
+            entry = execute(case, run, options.work, deadline - time.monotonic())
+        except spec_decode.Cut:
+            print(f"{case.id}: cut by the budget, to be run again")
+            break
         log = options.work / case.id / "log"
         entry["compiled_while_serving"] = compiled_while_serving(
             log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""

@@ -13,12 +13,14 @@ control case passes, 3 when cases are left, 1 otherwise.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import importlib.metadata
 import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -40,6 +42,7 @@ RESULTS = Path(__file__).parent / "results" / "spec_decode.json"
 WORK = Path(tempfile.gettempdir()) / "spec-decode"
 SCHEMA = 1
 TIMEOUT_S = 300
+_PR_SET_PDEATHSIG = 1
 
 Run = Callable[[Case, Path], Any]
 
@@ -163,15 +166,24 @@ def _ratios(cases: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 # Running one case.
 
 
-def execute(case: Case, run: Run, work: Path) -> dict[str, Any]:
-    """Run a case in a process of its own, forked after the long imports unless CUDA refuses that."""
-    entry = _attempt(case, run, work, multiprocessing.get_context("fork"))
+class Cut(Exception):
+    """A case was ended by the budget, before the time that it may take."""
+
+
+def execute(case: Case, run: Run, work: Path, limit_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Run a case in a process of its own, forked after the long imports unless CUDA refuses that.
+
+    Raises:
+        Cut: it was not done within `limit_s`, which is less than a case may take.
+
+    """
+    entry = _attempt(case, run, work, multiprocessing.get_context("fork"), limit_s)
     if any(refusal in entry.get("error", "") for refusal in ("forked subprocess", "CUDA error: initialization error")):
-        entry = _attempt(case, run, work, multiprocessing.get_context("spawn"))
+        entry = _attempt(case, run, work, multiprocessing.get_context("spawn"), limit_s)
     return entry
 
 
-def _attempt(case: Case, run: Run, work: Path, context: ForkContext | SpawnContext) -> dict[str, Any]:
+def _attempt(case: Case, run: Run, work: Path, context: ForkContext | SpawnContext, limit_s: float) -> dict[str, Any]:
     """Run a case; its output goes to a log, whose end is kept when it fails."""
     directory = work / case.id
     directory.mkdir(parents=True, exist_ok=True)
@@ -180,10 +192,12 @@ def _attempt(case: Case, run: Run, work: Path, context: ForkContext | SpawnConte
     start = time.monotonic()
     child = context.Process(target=_child, args=(case, run, directory, outcome))
     child.start()
-    child.join(TIMEOUT_S)
+    child.join(min(limit_s, TIMEOUT_S))
     if child.is_alive():
         child.kill()
         child.join()
+        if limit_s < TIMEOUT_S:
+            raise Cut
     seconds = round(time.monotonic() - start, 1)
     if outcome.exists():
         return {**asdict(case), **json.loads(outcome.read_text(encoding="utf-8")), "total_s": seconds}
@@ -193,6 +207,7 @@ def _attempt(case: Case, run: Run, work: Path, context: ForkContext | SpawnConte
 
 
 def _child(case: Case, run: Run, directory: Path, outcome: Path) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not to hold the card when the run is ended
     sys.stdout = sys.stderr = (directory / "log").open("w", encoding="utf-8", buffering=1)
     os.dup2(sys.stdout.fileno(), 1)  # for what is written below Python
     os.dup2(sys.stdout.fileno(), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ sys.path.insert(0, str(GPU))
 
 import end_to_end  # noqa: E402
 import prefill_speed  # noqa: E402
+import spec_cases  # noqa: E402
+import spec_decode  # noqa: E402
 from end_to_end import CASES, Case, Record, Timed  # noqa: E402
+from kept import Kept, OutOfTime  # noqa: E402
 from prefill_speed import Row  # noqa: E402
 
 ANSWER = Timed(8192, 0.5, 60, 64, 10.0, 106.7)
@@ -67,7 +71,7 @@ def test_kernels_compiled_while_serving_are_read_from_the_log() -> None:
 def test_results_are_kept_case_by_case_and_gone_on_with(tmp_path: Path) -> None:
     results, asked = tmp_path / "r.json", []
 
-    def execute(case: Case, _: Any, work: Path) -> dict[str, Any]:
+    def execute(case: Case, _: Any, work: Path, limit_s: float) -> dict[str, Any]:
         asked.append(case.id)
         (work / case.id).mkdir(parents=True)
         log = JIT.format(kernel="_attend") if case.backend == "stock" else ""
@@ -86,8 +90,53 @@ def test_results_are_kept_case_by_case_and_gone_on_with(tmp_path: Path) -> None:
     assert kept["cases"]["stock-auto-plain"]["compiled_while_serving"] == {"_attend": 1}
 
 
+def test_a_case_that_the_budget_cuts_is_left_to_be_run_and_not_broken(tmp_path: Path) -> None:
+    asked = []
+
+    def execute(case: Case, _: Any, work: Path, limit_s: float) -> dict[str, Any]:
+        asked.append(limit_s)
+        if len(asked) == 2:
+            raise spec_decode.Cut
+        (work / case.id).mkdir(parents=True)
+        return entry(case)
+
+    options = ["--results", str(tmp_path / "r.json"), "--work", str(tmp_path), "--budget-s", "170"]
+    assert end_to_end.main(options, execute) == 3
+    assert all(0 < limit_s <= 170 for limit_s in asked)
+    assert list(json.loads((tmp_path / "r.json").read_text())["cases"]) == [CASES[0].id]
+
+
+def test_a_run_past_its_limit_is_cut_and_its_process_ended(tmp_path: Path) -> None:
+    case = spec_cases.in_order()[0]
+    begun = time.monotonic()
+    with pytest.raises(spec_decode.Cut):
+        spec_decode.execute(case, lambda *_: time.sleep(60), tmp_path, 0.5)
+    assert time.monotonic() - begun < 10
+
+
+def test_timings_are_written_as_they_come_and_gone_on_with_on_the_same_card(tmp_path: Path) -> None:
+    path, host = tmp_path / "r.json", {"gpu": "a card", "date": "2026-01-01"}
+
+    def kept(host: dict[str, str], budget_s: float) -> Kept:
+        return Kept(path, {"host": host}, ("rows",), lambda report: {"count": len(report["rows"])}, budget_s)
+
+    with pytest.raises(OutOfTime):
+        kept(host, 0).add("rows", {"shape": "a", "ms": 1.5})
+    again = kept(host | {"date": "2026-01-02"}, 60)
+    assert again.has("rows", shape="a")
+    assert not again.has("rows", shape="b")
+    again.add("rows", {"shape": "b", "ms": 2.5})
+    assert json.loads(path.read_text()) == {
+        "count": 2,
+        "host": host,
+        "rows": [{"shape": "a", "ms": 1.5}, {"shape": "b", "ms": 2.5}],
+    }
+    with pytest.raises(SystemExit, match="of another host"):
+        kept(host | {"gpu": "another"}, 60)
+
+
 def test_a_fixed_case_that_compiles_while_serving_or_broke_fails(tmp_path: Path) -> None:
-    def execute(case: Case, _: Any, work: Path) -> dict[str, Any]:
+    def execute(case: Case, _: Any, work: Path, limit_s: float) -> dict[str, Any]:
         if case.mtp:
             return {"error": "ended with 1: out of memory", "total_s": 9.0}
         (work / case.id).mkdir(parents=True)
