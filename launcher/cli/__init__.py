@@ -4,7 +4,7 @@ import sys
 
 from typer.exceptions import TyperException
 
-from launcher.cli import base, files, images, keys, load, measure, operate, planning, quantize, service
+from launcher.cli import base, files, images, keys, load, measure, operate, planning, quantize, reconcile, service
 from launcher.errors import INTERRUPTED_EXIT_CODE, GraftError, Refused
 from launcher.fit.geometry import FitError
 from launcher.fit.refusals import FitRefused
@@ -15,6 +15,7 @@ base.app.add_typer(images.app)
 base.app.add_typer(keys.app)
 base.app.add_typer(files.app)
 base.app.add_typer(quantize.app)
+base.app.add_typer(reconcile.app)
 base.app.add_typer(measure.app)
 base.app.add_typer(load.app)
 base.app.add_typer(operate.app)

@@ -134,7 +134,9 @@ def _run(request: dict[str, Any], file: Path, python: Path) -> dict[str, Any]:
         done = subprocess.run(command, stdout=said, stderr=said, env=environ, cwd=file.parent, check=False)
     if not answer_file.is_file():
         last = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:])
-        raise CheckFailed(f"{request.get('side', 'compare')}: the process ended with {done.returncode}. It said:\n{last}")
+        raise CheckFailed(
+            f"{request.get('side', 'compare')}: the process ended with {done.returncode}. It said:\n{last}"
+        )
     answer: dict[str, Any] = json.loads(answer_file.read_text(encoding="utf-8"))
     if "error" in answer:
         raise UsageError(answer["error"])

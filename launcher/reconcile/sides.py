@@ -1,4 +1,4 @@
-"""What is compared: `ENGINE:FOLDER?option=value&...`, or a YAML or JSON file that says the same. Pure but for reading."""
+"""What is compared: `ENGINE:FOLDER?option=value&...`, or a YAML or JSON file that says the same."""
 
 import json
 from dataclasses import dataclass
@@ -87,7 +87,9 @@ def _from_file(path: Path) -> Side:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: {error}") from error
     if not isinstance(document, dict) or not {"engine", "model"} <= set(document):
-        raise UsageError(f"{path}: needs the keys engine (vllm or transformers) and model (a folder); options beside them")
+        raise UsageError(
+            f"{path}: needs the keys engine (vllm or transformers) and model (a folder); options beside them"
+        )
     engine, model = str(document.pop("engine")), str(document.pop("model"))
     if engine not in _OPTIONS:
         raise UsageError(f"{path}: engine: got {engine!r}; write vllm or transformers")

@@ -1,1 +1,1 @@
-"""What runs in vLLM's environment: `python -m launcher.reconcile.program REQUEST`; nothing here imports the launcher."""
+"""What runs in vLLM's environment: `python -m launcher.reconcile.program REQUEST`; independent of the launcher."""

@@ -1,4 +1,4 @@
-"""From two recordings to an answer: each point's difference against what its dtype allows, and where the first leaves."""
+"""From two recordings to an answer: each point's difference, what its dtype allows, and where the first leaves."""
 
 import math
 from pathlib import Path
@@ -76,7 +76,7 @@ def _common(a: Recorded, b: Recorded) -> list[str]:
             why = f" ({side.unusable[missing[0]]})" if missing[0] in side.unusable else ""
             raise Problem(
                 f"{label}, {side.facts['side']}: no {', '.join(missing[:3])}{why}; it has "
-                f"{side.facts['layers']} layers, {', '.join(list(side.points)[:4])}, ...: the two are not the same model"
+                f"{side.facts['layers']} layers, {', '.join(list(side.points)[:4])}, ...: not the same model"
             )
     if a.facts["layers"] != b.facts["layers"]:
         raise Problem(f"A has {a.facts['layers']} decoder layers, B has {b.facts['layers']}: not the same model")

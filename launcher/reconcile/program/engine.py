@@ -20,9 +20,7 @@ from launcher.reconcile.program.tokens import layers_of
 KV_BYTES_ON_CPU = 1 << 28
 
 
-def capture(
-    model_path: Path, options: dict[str, Any], rows: list[list[int]], decoded: int, recorder: Recorder
-) -> None:
+def capture(model_path: Path, options: dict[str, Any], rows: list[list[int]], decoded: int, recorder: Recorder) -> None:
     """Start vLLM, and record the points of every prompt.
 
     Raises:
@@ -59,7 +57,7 @@ def start(model_path: Path, options: dict[str, Any], most_tokens: int) -> Any:
     }
     try:
         return LLM(str(model_path), **(settings | given))
-    except Exception as error:  # noqa: BLE001 - vLLM refuses by every class of error, and says what
+    except Exception as error:  # vLLM refuses by every class of error, and says what
         raise Problem(f"vllm:{model_path}: vLLM does not start with {options or 'its defaults'}: {error}") from error
 
 
@@ -89,7 +87,7 @@ def run(llm: Any, layers: int, rows: list[list[int]], decoded: int, recorder: Re
 
 
 class _Steps:
-    """Which positions vLLM is at, told from the logits that it computes: a prompt's last, its others, then each next."""
+    """Which positions vLLM is at, told from the logits it computes: a prompt's last, its others, then each next."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -111,9 +109,7 @@ class _Steps:
             self._recorder.rows_now = 1
             return logits
         if logits.shape[0] != 1:
-            raise Problem(
-                f"vLLM computed logits of {logits.shape[0]} rows where one prompt of {self._read} tokens is read at once"
-            )
+            raise Problem(f"vLLM computed logits of {logits.shape[0]} rows for one prompt of {self._read} tokens")
         if self._sampled == 0:
             self._last = logits.detach().clone()
         else:

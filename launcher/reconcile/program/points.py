@@ -1,15 +1,16 @@
 """The points of a model where two engines are compared, under names that both have, and the hooks that record them.
 
-    embed, norm               the embedding's output, and what lm_head gets
-    layers.3                  the residual stream behind decoder layer 3
-    layers.3.mlp              what a block of the layer adds to the stream
-    layers.3.mlp.gate_proj    the output of a linear layer; vLLM's fused ones are split into the checkpoint's
-    layers.3.self_attn.o_proj.input    what comes out of attention, behind the KV cache
-    logits                    written by the engines' own code
+embed, norm               the embedding's output, and what lm_head gets
+layers.3                  the residual stream behind decoder layer 3
+layers.3.mlp              what a block of the layer adds to the stream
+layers.3.mlp.gate_proj    the output of a linear layer; vLLM's fused ones are split into the checkpoint's
+layers.3.self_attn.o_proj.input    what comes out of attention, behind the KV cache
+logits                    written by the engines' own code
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,15 +56,15 @@ def _hook(model: nn.Module, layers: int, write: Write, handles: list[Any]) -> No
     for name, child in parent.named_children():
         point = "embed" if name in _EMBEDDINGS else "norm" if name in _NORMS else None
         if point is not None:
-            handles.append(_after(child, lambda output, point=point: write(point, _first(output))))
+            handles.append(_after(child, partial(_write_first, write, point)))
     for number, layer in enumerate(stack):
         place = f"layers.{number}"
         for name, module in layer.named_modules():
             if "Linear" in type(module).__name__:
                 handles += _linear(module, f"{place}.{name}", packed, write)
             elif name and "." not in name and any(True for _ in module.children()):
-                handles.append(_after(module, lambda output, at=f"{place}.{name}": write(at, _first(output))))
-        handles.append(_after(layer, lambda output, at=place: write(at, _stream(output))))
+                handles.append(_after(module, partial(_write_first, write, f"{place}.{name}")))
+        handles.append(_after(layer, partial(_write_stream, write, place)))
 
 
 def _stack(model: nn.Module, layers: int) -> tuple[nn.Module, nn.ModuleList]:
@@ -79,7 +80,9 @@ def _stack(model: nn.Module, layers: int) -> tuple[nn.Module, nn.ModuleList]:
         if len(module) == layers:
             return model.get_submodule(name.rpartition(".")[0]), module
     have = ", ".join(f"{name} of {len(module)}" for name, module in found.items()) or "none"
-    raise Problem(f"{type(model).__name__}: config.json has {layers} decoder layers; the model's lists of layers: {have}")
+    raise Problem(
+        f"{type(model).__name__}: config.json has {layers} decoder layers; the model's lists of layers: {have}"
+    )
 
 
 def _linear(module: nn.Module, point: str, packed: dict[str, list[str]], write: Write) -> Iterator[Any]:
@@ -91,7 +94,7 @@ def _linear(module: nn.Module, point: str, packed: dict[str, list[str]], write: 
         )
     parts, sizes = packed.get(leaf, [leaf]), getattr(module, "output_sizes", None)
     if len(parts) == 1 or sizes is None or len(sizes) != len(parts):
-        yield _after(module, lambda output: write(point, _first(output)))
+        yield _after(module, partial(_write_first, write, point))
         return
     names = [f"{prefix}.{part}" for part in parts]
 
@@ -109,6 +112,14 @@ def _after(module: nn.Module, take: Callable[[Any], None]) -> Any:
         take(kwargs.get("output") if output is None else output)
 
     return module.register_forward_hook(hook, with_kwargs=True)
+
+
+def _write_first(write: Write, point: str, output: Any) -> None:
+    write(point, _first(output))
+
+
+def _write_stream(write: Write, point: str, output: Any) -> None:
+    write(point, _stream(output))
 
 
 def _first(output: Any) -> torch.Tensor:

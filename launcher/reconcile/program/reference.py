@@ -55,7 +55,7 @@ def load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
         raise Problem(f"transformers:{path}: {error}") from error
     if missing := sorted(info["missing_keys"]):
         raise Problem(f"transformers:{path}: {_names(missing)}: not in the checkpoint")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _load_ternary(path: Path, config: Any, quantization: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
@@ -72,7 +72,7 @@ def _load_ternary(path: Path, config: Any, quantization: dict[str, Any], dtype: 
         missing.discard("lm_head.weight")
     if missing:
         raise Problem(f"transformers:{path}: {_names(sorted(missing))}: not in the checkpoint")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _names(names: list[str]) -> str:

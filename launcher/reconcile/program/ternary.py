@@ -36,7 +36,7 @@ def multiplied_out(
         scale = stored.get(f"{name}_scale")
         if scale is None or name not in shapes:
             raise Problem(f"{folder}: {name}: {tensor.dtype} without {name}_scale, or not of this model")
-        values = _values(name, tensor, quantization | ({"packing": "n"} if bitnet else {}), *shapes[name])
+        values = _values(name, tensor, {**quantization, **({"packing": "n"} if bitnet else {})}, *shapes[name])
         found[name] = (values * _scales(name, scale.float(), divides, *shapes[name])).to(dtype)
     return found
 
@@ -55,7 +55,7 @@ def _values(name: str, tensor: torch.Tensor, quantization: Mapping[str, Any], n:
         found = table[placed[:n, :k].long()]
     if found.shape != (n, k) or not bool(torch.isfinite(found).all()):
         raise Problem(
-            f"{name}: {list(tensor.shape)} does not hold the codes of [{n}, {k}] with packing {packing}, codes {codes}; "
+            f"{name}: {list(tensor.shape)} does not hold the codes of [{n}, {k}] as packing {packing}, codes {codes}; "
             "set quantization_config.packing and .codes in config.json to what the tensors are"
         )
     return found
