@@ -4,8 +4,8 @@
     python3 tests/gpu/flash_ready.py &      # before anything else: what needs the kernels then finds them
 
 vLLM's FlashAttention 2 has machine code for compute capability 8.x alone.  On other cards the driver compiles a module
-of it when one of its kernels is first launched, on one core: half a minute for prefill, two minutes for a paged cache.
-Each module is compiled by a process of its own here; vLLM itself is not imported.  Prints the seconds of each.
+of it when one of its kernels is first launched, on one core, much longer for a paged cache than for a prompt.  Each
+module is compiled by a process of its own here; vLLM itself is not imported.  Prints the seconds of each.
 """
 
 from __future__ import annotations
