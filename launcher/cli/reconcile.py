@@ -34,7 +34,7 @@ def reconcile(
         int, typer.Option("--decoded", min=1, help="Tokens of each passage that vLLM decodes one by one.")
     ] = 16,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0, help="Factor for the tolerances, which follow from the dtypes.")
+        float, typer.Option("--tolerance", min=0.001, help="Factor for the tolerances, which follow from the dtypes.")
     ] = 1.0,
     python: Annotated[
         Path | None,

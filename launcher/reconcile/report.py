@@ -42,8 +42,10 @@ def _checks(pair: Pair) -> tuple[Check, ...]:
 
 def where(first: Mapping[str, Any]) -> str:
     """Say in a sentence where the first point leaves its tolerance."""
-    error = max((first[key] for key in ("worst_row", "worst_column") if first[key] is not None), default=None)
-    parts = [f"first at {first['name']}: relative error {number(error)}, tolerance {number(first['tolerance'])}"]
+    parts = [
+        f"first at {first['name']}: relative error {number(first['worst_column'])} in a column and "
+        f"{number(first['worst_row'])} in a row, tolerance {number(first['tolerance'])}"
+    ]
     head = f" (head {first['head']})" if first["head"] is not None else ""
     if first["column_share"] >= _SPREAD:
         parts.append(f"column {first['column']}{head} has {first['column_share']:.0%} of the error")
@@ -162,6 +164,5 @@ def _charts(pair: Pair) -> list[Chart]:
 
 
 def _strain(point: Mapping[str, Any]) -> float:
-    """The larger error of a point in tolerances."""
-    values = (point["worst_row"], point["worst_column"])
-    return float("inf") if None in values else max(values) / point["tolerance"]
+    """How far a point is apart, in tolerances."""
+    return float("inf") if point["strain"] is None else float(point["strain"])

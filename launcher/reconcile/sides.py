@@ -71,10 +71,11 @@ def parse(text: str) -> Side:
     engine, colon, rest = text.partition(":")
     if colon and engine in _OPTIONS:
         folder, _, query = rest.partition("?")
-        pairs = parse_qsl(query, keep_blank_values=True)
-        if query and len(pairs) != query.count("&") + 1:
-            raise UsageError(f"{text}: the part after ? is option=value&option=value")
-        return _side(text, engine, folder, dict(pairs))
+        try:
+            options = dict(parse_qsl(query, strict_parsing=True)) if query else {}
+        except ValueError as error:
+            raise UsageError(f"{text}: write what is after the ? as option=value&option=value") from error
+        return _side(text, engine, folder, options)
     if Path(text).suffix in (".yaml", ".yml", ".json"):
         return _from_file(Path(text).expanduser())
     raise UsageError(f"{text}: write {SYNTAX}")

@@ -4,9 +4,11 @@ Logits are taken where vLLM computes them: with prompt_logprobs it does so for a
 is compiled. What a layer computes is seen only with enforce_eager, since hooks do not run in compiled code.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ def start(model_path: Path, options: dict[str, Any], most_tokens: int) -> Any:
     given = dict(options)
     if not given.pop("fixes", True):
         os.environ["VLLM_PLUGINS"] = ""
+    else:
+        _tell_plugin(model_path, given.get("kv_cache_dtype", "auto"))
     from vllm import LLM
 
     if not torch.cuda.is_available():
@@ -59,6 +63,23 @@ def start(model_path: Path, options: dict[str, Any], most_tokens: int) -> Any:
         return LLM(str(model_path), **(settings | given))
     except Exception as error:  # vLLM refuses by every class of error, and says what
         raise Problem(f"vllm:{model_path}: vLLM does not start with {options or 'its defaults'}: {error}") from error
+
+
+def _tell_plugin(model_path: Path, kv_cache_dtype: str) -> None:
+    """Give the plugin, if it is there, the facts that fixes ask for; a fix that the KV dtype needs must be applied."""
+    if find_spec("vllm_graft") is None:
+        return
+    from vllm_graft.facts import EngineFacts, ModelFacts, RunFacts
+    from vllm_graft.records import to_json
+
+    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    model = ModelFacts(tuple(config.get("architectures", ())), None, None, None, None, None)
+    facts = RunFacts(1, "reconcile", model, EngineFacts(kv_cache_dtype, None, 0, 1, "host"))
+    file = Path("facts.json").resolve()
+    file.write_text(to_json(facts), encoding="utf-8")
+    os.environ["GRAFT_FACTS"] = str(file)
+    if kv_cache_dtype.startswith("turboquant"):
+        os.environ["GRAFT_REQUIRE"] = "tq-spec-decode"
 
 
 def run(llm: Any, layers: int, rows: list[list[int]], decoded: int, recorder: Recorder) -> None:
