@@ -271,13 +271,6 @@ def test_verification_beside_prompts_uses_device_lengths_and_short_prompts_stay_
     assert [table.flatten()[0].item() for table in calls.tables] == [1 + request * MAX_BLOCKS for request in (0, 2, 4)]
 
 
-def test_slices_of_a_batch_are_where_compiled_kernels_take_them(make_layer: Any, calls: Calls, fixed: None) -> None:
-    layer = make_layer()
-    attend(layer, layer.builder.build(0, batch([30, 4], [30, 100])))
-    assert calls.rows == [[97, 98, 99, 100]]
-    assert all(tensor.data_ptr() % 16 == 0 for tensor in calls.requests[0][:3])
-
-
 def test_without_speculation_decodes_are_what_they_are_in_vllm(make_layer: Any, calls: Calls, fixed: None) -> None:
     layer = make_layer(drafts=0)
     attend(layer, layer.builder.build(0, batch([1, 1], [9, 8])))

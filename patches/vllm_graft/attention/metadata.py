@@ -21,8 +21,6 @@ from vllm_graft.attention.warmup import WARMUP
 
 logger = init_logger(__name__)
 
-_ALIGNMENT = 16  # bytes: Triton compiles a kernel anew for addresses that are not multiples of it
-
 
 @dataclass
 class RequestsMetadata(TurboQuantMetadata):  # type: ignore[misc]
@@ -116,10 +114,10 @@ class SpecDecodeMetadataBuilder(TurboQuantMetadataBuilder):  # type: ignore[misc
     ) -> RequestsMetadata:
         first, last = requests
         return RequestsMetadata(
-            seq_lens=_aligned(batch.seq_lens[first:last]),
+            seq_lens=batch.seq_lens[first:last],
             slot_mapping=batch.slot_mapping,
-            block_table=_aligned(batch.block_table_tensor[first:last]),
-            query_start_loc=_aligned(batch.query_start_loc[first : last + 1]),
+            block_table=batch.block_table_tensor[first:last],
+            query_start_loc=batch.query_start_loc[first : last + 1],
             num_actual_tokens=end_token,
             # one of two: each is a kernel of its own
             max_query_len=1 if max_query_len <= 1 else self.reorder_batch_threshold,
@@ -160,11 +158,6 @@ class SpecDecodeMetadataBuilder(TurboQuantMetadataBuilder):  # type: ignore[misc
             is_prefill=True,
             spans=tuple(parts),
         )
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, as CUDA graphs need it, or a copy where a slice begins at an odd address."""
-    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
 def _rows_metadata(

@@ -343,7 +343,7 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
                 metadata = RequestsMetadata(
                     seq_lens=torch.full((requests,), queries, dtype=torch.int32, device=self._device),
                     slot_mapping=nowhere,
-                    block_table=torch.zeros(requests, 1, dtype=torch.int32, device=self._device),
+                    block_table=self._first_page(requests, queries, cache),
                     query_start_loc=torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self._device),
                     num_actual_tokens=tokens,
                     max_query_len=queries,
@@ -372,11 +372,15 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
                 self._zeros(2, self.num_kv_heads),
                 self._zeros(2, self.num_kv_heads),
                 cache,
-                torch.zeros(-(-cached // cache.shape[1]), dtype=torch.int32, device=self._device),
+                self._first_page(1, cached, cache)[0],
                 cached,
                 layer._tq_centroids,
                 torch.empty_like(query),
             )
+
+    def _first_page(self, requests: int, tokens: int, cache: torch.Tensor) -> torch.Tensor:
+        """A block table of so many tokens each, all of them in the cache's first page."""
+        return torch.zeros(requests, -(-tokens // cache.shape[1]), dtype=torch.int32, device=self._device)
 
     def _zeros(self, tokens: int, heads: int) -> torch.Tensor:
         return torch.zeros(tokens, heads, self.head_size, dtype=self._dtype, device=self._device)

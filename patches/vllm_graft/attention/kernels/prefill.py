@@ -159,7 +159,7 @@ def attend_to_prefix(
 
 
 def _pieces(total: int, size: int, least: int = 1) -> Iterator[tuple[int, int]]:
-    """Bounds of pieces of `size` and a rest, which takes from the piece before it what it lacks of `least`."""
+    """Bounds of pieces of `size` > `least` and a rest, which takes from the one before it what it lacks of `least`."""
     start = 0
     while start < total:
         stop = min(start + size, total)
