@@ -126,8 +126,8 @@ def _run(request: dict[str, Any], file: Path, python: Path) -> dict[str, Any]:
     file.write_text(json.dumps(request), encoding="utf-8")
     answer_file = file.with_suffix(".answer.json")
     answer_file.unlink(missing_ok=True)
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    environ["PYTHONPATH"] = str(CHECKOUT)
+    paths = (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = (str(python), "-m", PROGRAM, str(file))
     log = file.with_suffix(".log")
     with log.open("w", encoding="utf-8") as said:

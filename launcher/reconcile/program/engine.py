@@ -20,6 +20,9 @@ from launcher.reconcile.program.recorder import Recorder
 from launcher.reconcile.program.tokens import layers_of
 
 KV_BYTES_ON_CPU = 1 << 28
+LEAST_READ = 3
+LOGITS_AT_ONCE = 1024
+"""A model runner of vLLM 0.33 computes a prompt's logits in such pieces; one of one row would look like decoding."""
 
 
 def capture(model_path: Path, options: dict[str, Any], rows: list[list[int]], decoded: int, recorder: Recorder) -> None:
@@ -94,7 +97,8 @@ def run(llm: Any, layers: int, rows: list[list[int]], decoded: int, recorder: Re
             stack.enter_context(recording(model, layers, recorder))
         stack.enter_context(_forced(model, steps))
         for row in rows:
-            read = max(len(row) - decoded, 3)
+            read = max(len(row) - decoded, LEAST_READ)
+            read -= read % LOGITS_AT_ONCE == 1
             steps.begin(row, read)
             sampling = SamplingParams(
                 temperature=0,
@@ -108,29 +112,32 @@ def run(llm: Any, layers: int, rows: list[list[int]], decoded: int, recorder: Re
 
 
 class _Steps:
-    """Which positions vLLM is at, told from the logits it computes: a prompt's last, its others, then each next."""
+    """Which positions vLLM is at, told from the logits it computes: a prompt's last, its others, then each next.
+
+    The others come at once, or in pieces and with the last again, as vLLM's model runner likes.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._row: list[int] = []
-        self._read = self._sampled = 0
+        self._read = self._prompt_rows = self._sampled = 0
         self._last: torch.Tensor | None = None
 
     def begin(self, row: list[int], read: int) -> None:
-        self._row, self._read, self._sampled, self._last = row, read, 0, None
+        self._row, self._read, self._prompt_rows, self._sampled, self._last = row, read, 0, 0, None
         self._recorder.rows_now = read
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
         """Record logits; return those that vLLM goes on with: where it samples, only the given token is possible."""
-        if logits.shape[0] == self._read - 1:
-            self._write(logits)
-            if self._last is not None:
+        others = self._read - 1 - self._prompt_rows
+        if self._sampled == 1 and others > 0:
+            self._write(logits[:others])
+            self._prompt_rows += logits.shape[0]
+            if self._last is not None and self._prompt_rows >= self._read - 1:
                 self._write(self._last)
-                self._last = None
-            self._recorder.rows_now = 1
             return logits
         if logits.shape[0] != 1:
-            raise Problem(f"vLLM computed logits of {logits.shape[0]} rows for one prompt of {self._read} tokens")
+            raise Problem(f"vLLM computed logits of {logits.shape[0]} rows where one token is sampled")
         if self._sampled == 0:
             self._last = logits.detach().clone()
         else:
@@ -143,12 +150,13 @@ class _Steps:
 
     def end(self) -> None:
         wanted = len(self._row) - self._read + 1
-        if self._sampled != wanted or self._last is not None:
+        if self._sampled != wanted or self._prompt_rows < self._read - 1:
             raise Problem(f"vLLM sampled {self._sampled} times for {wanted} tokens; leave speculation out")
 
     def _write(self, logits: torch.Tensor) -> None:
         self._recorder.rows_now = logits.shape[0]
         self._recorder.write("logits", logits.float())
+        self._recorder.rows_now = 1
 
 
 @contextmanager

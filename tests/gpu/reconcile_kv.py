@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""What each KV cache dtype costs on the bundled text: perplexity and KL against bfloat16, stock and fixed.
+
+    python3 tests/gpu/reconcile_kv.py --results tests/gpu/results/reconcile_kv.json
+    python3 tests/gpu/reconcile_kv.py --python .venv-engine/bin/python --kv fp8 --model FOLDER --results FILE   # no GPU
+
+Needs a Python with vLLM; this checkout's plugin is made a distribution for it. TurboQuant presets need a GPU: vLLM's
+CPU backend has fp8 alone. Half of each passage is decoded token by token, since a prompt that is read at once does not
+go through the cache. A preset that does not run ends the script; how large a cost is too large is the reader's to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import spec_decode
+from paths import ROOT
+
+from launcher.reconcile import prompts, report
+from launcher.reconcile.run import Settings, reconcile
+from launcher.reconcile.sides import parse
+
+RESULTS = Path(__file__).parent / "results" / "reconcile_kv.json"
+MODEL = ROOT / "tests" / "reference_model" / "weights"
+PRESETS = ("fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+FIXED = "turboquant"
+"""Presets whose attention the plugin replaces: measured with and without it."""
+
+
+def main() -> int:
+    """Measure what is asked for, write it, and print the table."""
+    arguments = _arguments()
+    if arguments.python == Path(sys.executable):
+        spec_decode.install_plugin(arguments.work / "plugin")
+    base = f"vllm:{arguments.model}?dtype=bfloat16"
+    settings = Settings(arguments.tokens, arguments.passages, arguments.tokens // 2)
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "model": arguments.model.name if not arguments.model.is_relative_to(ROOT) else _inside(arguments.model),
+        "text": prompts.BUNDLED.name,
+        "settings": vars(settings),
+        "presets": {},
+    }
+    sides = [parse(base), *(parse(f"{base}&kv_cache_dtype={name}") for name in _sides(arguments.kv))]
+    pairs = reconcile(sides[0], sides[1:], prompts.read(None), settings, arguments.python, _say, arguments.work)
+    for name, pair in zip(_sides(arguments.kv), pairs, strict=True):
+        first = pair.found["first"]
+        logits = {key: value for key, value in pair.found["logits"].items() if key != "kl"}
+        result["presets"][name] = logits | {"first": first and first["name"]}
+    arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for row in report.quality_rows(pairs):
+        _say("  ".join(row))
+    return 0
+
+
+def _sides(presets: Sequence[str]) -> list[str]:
+    """The presets as they follow kv_cache_dtype=; those whose attention the plugin replaces also without it."""
+    return [name for preset in presets for name in _with_stock(preset)]
+
+
+def _with_stock(preset: str) -> tuple[str, ...]:
+    return (f"{preset}&fixes=off", preset) if preset.startswith(FIXED) else (preset,)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _inside(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--model", type=lambda text: Path(text).resolve(), default=MODEL)
+    parser.add_argument("--kv", nargs="+", default=PRESETS)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--passages", type=int, default=4)
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="of an environment with vLLM")
+    parser.add_argument("--work", type=lambda text: Path(text).resolve(), default=Path("/tmp/reconcile-kv"))
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
