@@ -41,8 +41,12 @@ def dense(query: Any, key: Any, value: Any, *, causal: bool, scale: float, out: 
         (FP8, 9, 33, Tiling(4, 16)),
         (THREE_BIT, 9, 33, Tiling(4, 16)),
         (THREE_FOUR, 6, 20, Tiling(6, 7)),
+        (FP8, 13, 7, Tiling(4, 16)),
     ],
-    ids=["one token", "one tile", "three tiles, three blocks", "three tiles, three blocks, 3 bits", "odd tiles"],
+    ids=[
+        *("one token", "one tile", "three tiles, three blocks", "three tiles, three blocks, 3 bits", "odd tiles"),
+        "a last block of one query",
+    ],
 )
 def test_a_chunk_attends_to_its_prefix_and_to_itself(
     preset: str, tokens: int, cached: int, cut: Tiling | None, monkeypatch: pytest.MonkeyPatch
@@ -86,6 +90,14 @@ def test_a_merge_is_the_attention_over_both_parts_also_in_place_and_with_empty_p
     merge(a, a_lse, b.half(), b_lse, a, a_lse)
     torch.testing.assert_close(a, wanted, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(a_lse, wanted_lse)
+
+
+@given(st.integers(2, 400), st.integers(64, 130))
+def test_a_chunk_is_cut_into_blocks_of_at_least_two_queries(tokens: int, size: int) -> None:
+    pieces = list(prefill._pieces(tokens, size, least=2))
+    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
+    assert pieces[-1][1] == tokens
+    assert all(2 <= stop - start <= size for start, stop in pieces)
 
 
 @given(
