@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,39 @@ def row(backend: str, **values: Any) -> Row:
 def test_a_prefill_that_is_slower_larger_or_less_exact_is_seen(values: dict[str, Any], broken: str | None) -> None:
     held = prefill_speed.holds([row("stock"), row("fixed", **values)])
     assert [name for name, held_ in held.items() if not held_] == ([broken] if broken else [])
+
+
+def test_both_backends_of_a_shape_are_measured_together_the_telling_shapes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[Any, ...]] = []
+    place: list[str] = []
+
+    @contextlib.contextmanager
+    def fixed() -> Iterator[None]:
+        place.append("fixed")
+        yield
+        place.pop()
+
+    def measured(_: Any, bench: Any, backend: str, preset: str, cached: int, new: int, seed: int) -> Row:
+        assert place == (["fixed"] if backend == "fixed" else [])
+        done.append((preset, cached, new, backend))
+        return Row(preset, cached, new, backend, 1.0, 1, 1, 1e-3)
+
+    monkeypatch.setattr(prefill_speed, "fixed", fixed)
+    monkeypatch.setattr(prefill_speed, "filled", lambda *_: None)
+    monkeypatch.setattr(prefill_speed, "make", lambda *_: None)
+    monkeypatch.setattr(prefill_speed, "measure", measured)
+
+    def kept(budget_s: float) -> Kept:
+        return Kept(tmp_path / "r.json", {}, ("rows",), lambda _: {}, budget_s)
+
+    with pytest.raises(OutOfTime):
+        prefill_speed.measure_all(None, kept(0))
+    prefill_speed.measure_all(None, kept(60))
+    assert done[:3] == [
+        ("turboquant_k8v4", 262144, 2048, "stock"),
+        ("turboquant_k8v4", 262144, 2048, "fixed"),
+        ("turboquant_k8v4", 65536, 2048, "stock"),
+    ]
+    assert len(set(done)) == len(done) == 2 * 2 * 9
