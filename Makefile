@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help fetch bundle up down logs status watch doctor report ask verify bench soak compare render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test drill generated clean
+.PHONY: help fetch bundle up down logs status watch doctor report ask verify bench soak compare reconcile render plan explain profiles models fixes pins lock upgrade rollback images install install-dev check test drill generated clean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ soak: install ## Keep the running service under a mixed load (DURATION=72h ARGS=
 
 compare: install ## Two reports of bench or soak as ratios: make compare A=old.json B=new.json
 	@$(GRAFT) compare $(ARGS) -- '$(A)' '$(B)'
+
+reconcile: install ## Two engines layer by layer: make reconcile A=transformers:DIR B='vllm:DIR?kv_cache_dtype=fp8'
+	@$(GRAFT) reconcile $(if $(PROMPTS),--prompts '$(PROMPTS)') $(ARGS) -- '$(A)' '$(B)'
 
 fetch: install ## Bring a model's files and verify them (MODEL=... ARGS="--from FOLDER")
 	@$(GRAFT) fetch $(if $(PROFILE),--profile '$(PROFILE)') $(ARGS) -- $(MODEL)
