@@ -81,7 +81,7 @@ def reconcile(
 
     """
     with tempfile.TemporaryDirectory(prefix="graft-reconcile-", dir=work) as name:
-        folder = Path(name)
+        folder = Path(name).absolute()
         phase(f"A: {a.name}")
         rows = _capture(a, folder / "a", None, prompts, settings, python)["rows"]
         pairs = []
@@ -128,7 +128,7 @@ def _run(request: dict[str, Any], file: Path, python: Path) -> dict[str, Any]:
     answer_file.unlink(missing_ok=True)
     paths = (str(CHECKOUT), os.environ.get("PYTHONPATH", ""))
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = (str(python), "-m", PROGRAM, str(file))
+    command = (str(python.absolute()), "-m", PROGRAM, str(file))
     log = file.with_suffix(".log")
     with log.open("w", encoding="utf-8") as said:
         done = subprocess.run(command, stdout=said, stderr=said, env=environ, cwd=file.parent, check=False)

@@ -232,7 +232,8 @@ def test_the_command_prints_writes_and_ends_with_the_verdict(
 ) -> None:
     monkeypatch.setattr(bring, "install", lambda env, report: pytest.fail("another Python was named"))
     python = stand_in(tmp_path, found(beyond))
-    command = ["reconcile", f"transformers:{model}", f"vllm:{model}", "--python", str(python), "--out", str(tmp_path)]
+    monkeypatch.chdir(tmp_path)
+    command = ["reconcile", "transformers:model", "vllm:model", "--python", python.name, "--out", ".", "--work", "."]
     result = CliRunner().invoke(base.app, command, standalone_mode=False)
     assert isinstance(result.exception, CheckFailed) == beyond, result.output
     assert ("FAIL" in result.output) == beyond

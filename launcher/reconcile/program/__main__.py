@@ -40,20 +40,25 @@ def _capture(request: dict[str, Any]) -> dict[str, Any]:
         raise Problem(f"{request['side']}: its tokenizer cuts the prompts into other tokens than A's does")
     recorder = Recorder(Path(request["out"]))
     if request["engine"] == "vllm":
-        engine.capture(model, request["options"], rows, request["decoded"], recorder)
+        dtype = engine.capture(model, request["options"], rows, request["decoded"], recorder)
     else:
-        reference.capture(model, request["options"], rows, recorder)
+        dtype = reference.capture(model, request["options"], rows, recorder)
     config = text_config(model)
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    dtypes = [point.dtype for name, point in recorder.points.items() if name != "logits"]
     facts = {
         "side": request["side"],
         "layers": layers_of(model),
-        "dtype": dtypes[0] if dtypes else config.get("dtype", config.get("torch_dtype", "bfloat16")),
-        "head_dim": head_dim,
+        "dtype": dtype,
+        "head_dim": config.get("head_dim") or _head_dim(config),
     }
     recorder.finish(facts, sum(map(len, rows)))
     return {"rows": rows, "points": len(recorder.points)}
+
+
+def _head_dim(config: dict[str, Any]) -> int | None:
+    """What config.json implies; None where it says nothing of heads."""
+    if "hidden_size" in config and "num_attention_heads" in config:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return None
 
 
 def _compare(request: dict[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,8 @@ LOGITS_AT_ONCE = 1024
 """A model runner of vLLM 0.33 computes a prompt's logits in such pieces; one of one row would look like decoding."""
 
 
-def capture(model_path: Path, options: dict[str, Any], rows: list[list[int]], decoded: int, recorder: Recorder) -> None:
-    """Start vLLM, and record the points of every prompt.
+def capture(model_path: Path, options: dict[str, Any], rows: list[list[int]], decoded: int, recorder: Recorder) -> str:
+    """Start vLLM, record the points of every prompt, and return the dtype that it computes in.
 
     Raises:
         Problem: vLLM does not start with these options.
@@ -34,6 +34,7 @@ def capture(model_path: Path, options: dict[str, Any], rows: list[list[int]], de
     """
     llm = start(model_path, options, max(map(len, rows)))
     run(llm, layers_of(model_path), rows, decoded, recorder)
+    return str(llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
 
 
 def start(model_path: Path, options: dict[str, Any], most_tokens: int) -> Any:

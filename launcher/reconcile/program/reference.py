@@ -13,17 +13,18 @@ from launcher.reconcile.program.tokens import layers_of
 _OWN_FORMATS = ("ternary", "bitnet")
 
 
-def capture(model_path: Path, options: dict[str, Any], rows: list[list[int]], recorder: Recorder) -> None:
-    """Record the points of every prompt.
+def capture(model_path: Path, options: dict[str, Any], rows: list[list[int]], recorder: Recorder) -> str:
+    """Record the points of every prompt, and return the dtype that they are computed in.
 
     Raises:
         Problem: transformers cannot load the checkpoint.
 
     """
     device = options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, options.get("dtype", "float32"))
-    model = load(model_path, dtype).to(device).eval()
+    dtype: str = options.get("dtype", "float32")
+    model = load(model_path, getattr(torch, dtype)).to(device).eval()
     run(model, layers_of(model_path), rows, recorder)
+    return dtype
 
 
 def run(model: torch.nn.Module, layers: int, rows: list[list[int]], recorder: Recorder) -> None:
