@@ -73,7 +73,7 @@ def reconcile(
     with Live(err if as_json else out) as live:
         if python is None:
             bring.install(ENGINE, live)
-        pairs = runs.reconcile(a, others, texts, settings, python or ENGINE.python, live.phase, work)
+        pairs = list(runs.reconcile(a, others, texts, settings, python or ENGINE.python, live.phase, work))
     document = report.document(pairs, settings, source)
     if folder is not None:
         text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ def reconcile(
     python: Path,
     phase: Callable[[str], None],
     work: Path | None = None,
-) -> list[Pair]:
-    """Compare each of `others` with `a`.
+) -> Iterator[Pair]:
+    """Compare each of `others` with `a`, and yield each pair when it is compared.
 
     Args:
         a: what the others are measured against; recorded once.
@@ -84,7 +84,6 @@ def reconcile(
         folder = Path(name).absolute()
         phase(f"A: {a.name}")
         rows = _capture(a, folder / "a", None, prompts, settings, python)["rows"]
-        pairs = []
         for number, side in enumerate(others):
             phase(f"B: {side.name}")
             _capture(side, folder / "b", rows, prompts, settings, python)
@@ -92,9 +91,8 @@ def reconcile(
             request = {"do": "compare", "a": str(folder / "a"), "b": str(folder / "b"), "rows": rows}
             found = _run(request | {"scale": settings.tolerance_scale}, folder / f"compare{number}.json", python)
             eager = any(point["layer"] is not None for point in found["points"])
-            pairs.append(Pair(a.name, side.name, found, eager))
             shutil.rmtree(folder / "b")
-        return pairs
+            yield Pair(a.name, side.name, found, eager)
 
 
 def _capture(

@@ -114,4 +114,4 @@ def test_vllm_and_transformers_part_where_a_scale_is_wrong(found: Found, folder:
 def test_what_an_engine_refuses_is_told(folder: Path) -> None:
     sides = [parse(f"transformers:{folder}/ternary"), parse(f"transformers:{folder}/dense?device=nowhere")]
     with pytest.raises(UsageError, match="token 384"):
-        reconcile(sides[0], sides[1:], [[1, 2, 3, 384]], Settings(), ENGINE.python, lambda phase: None)
+        list(reconcile(sides[0], sides[1:], [[1, 2, 3, 384]], Settings(), ENGINE.python, lambda phase: None))

@@ -6,7 +6,8 @@
 
 Needs a Python with vLLM; this checkout's plugin is made a distribution for it. TurboQuant presets need a GPU: vLLM's
 CPU backend has fp8 alone. Half of each passage is decoded token by token, since a prompt that is read at once does not
-go through the cache. A preset that does not run ends the script; how large a cost is too large is the reader's to say.
+go through the cache. A preset that does not run ends the script; one that is in the results file is not run again. How
+large a cost is too large is the reader's to say.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FIXED = "turboquant"
 
 
 def main() -> int:
-    """Measure what is asked for, write it, and print the table."""
+    """Measure what is asked for, and write and print each preset's cost as it is known."""
     arguments = _arguments()
     if arguments.python == Path(sys.executable):
         spec_decode.install_plugin(arguments.work / "plugin")
@@ -42,20 +43,23 @@ def main() -> int:
     settings = Settings(arguments.tokens, arguments.passages, arguments.tokens // 2)
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "model": arguments.model.name if not arguments.model.is_relative_to(ROOT) else _inside(arguments.model),
+        "model": _name(arguments.model),
         "text": prompts.BUNDLED.name,
         "settings": vars(settings),
         "presets": {},
     }
-    sides = [parse(base), *(parse(f"{base}&kv_cache_dtype={name}") for name in _sides(arguments.kv))]
-    pairs = reconcile(sides[0], sides[1:], prompts.read(None), settings, arguments.python, _say, arguments.work)
-    for name, pair in zip(_sides(arguments.kv), pairs, strict=True):
+    if arguments.results.is_file():
+        result["presets"] = json.loads(arguments.results.read_text(encoding="utf-8"))["presets"]
+    names = [name for name in _sides(arguments.kv) if name not in result["presets"]]
+    sides = [parse(f"{base}&kv_cache_dtype={name}") for name in names]
+    pairs = reconcile(parse(base), sides, prompts.read(None), settings, arguments.python, _say, arguments.work)
+    for name, pair in zip(names, pairs, strict=True):
         first = pair.found["first"]
         logits = {key: value for key, value in pair.found["logits"].items() if key != "kl"}
         result["presets"][name] = logits | {"first": first and first["name"]}
-    arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for row in report.quality_rows(pairs):
-        _say("  ".join(row))
+        arguments.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for row in report.quality_rows([pair]):
+            _say("  ".join(row))
     return 0
 
 
@@ -73,8 +77,8 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _inside(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def _name(model: Path) -> str:
+    return str(model.relative_to(ROOT)) if model == MODEL else model.name
 
 
 def _arguments() -> argparse.Namespace:

@@ -157,7 +157,7 @@ def test_each_side_is_recorded_once_with_the_same_tokens_and_nothing_is_left(mod
     work = tmp_path / "work"
     work.mkdir()
     phases: list[str] = []
-    pairs = reconcile(a, others, ["text"], Settings(), python, phases.append, work)
+    pairs = list(reconcile(a, others, ["text"], Settings(), python, phases.append, work))
     assert [pair.b for pair in pairs] == [side.name for side in others]
     assert all(pair.agree for pair in pairs)
     requests = [json.loads(line) for line in (tmp_path / "requests").read_text().splitlines()]
@@ -178,7 +178,7 @@ def test_a_side_that_does_not_run_says_why(
     python = stand_in(tmp_path, found(beyond=False))
     sides = [parse(f"vllm:{model}"), parse(f"vllm:{model}?load_format={load_format}")]
     with pytest.raises(error, match=said):
-        reconcile(sides[0], sides[1:], ["text"], Settings(), python, lambda phase: None)
+        list(reconcile(sides[0], sides[1:], ["text"], Settings(), python, lambda phase: None))
 
 
 @pytest.mark.parametrize(
