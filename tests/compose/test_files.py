@@ -65,12 +65,13 @@ def test_a_service_starts_from_the_image_in_its_bundle(named_as_pinned: None, mo
 
     written = here("bundle", str(tmp_path / "out"), "--profile", "test-files", "--unpinned")
     assert written.returncode == 0, written.stdout + written.stderr
-    image, base = Manifest.read(tmp_path / "out").images
-    before = ids(image, base)
-    docker("image", "rm", image, base)
+    images = Manifest.read(tmp_path / "out").images
+    assert len(images) == 3, "vLLM's, its base, and the gateway's"
+    before = ids(*images)
+    docker("image", "rm", *images)
     installed = there("bundle", "install", str(tmp_path / "out"))
     assert installed.returncode == 0, installed.stdout + installed.stderr
-    assert ids(image, base) == before
+    assert ids(*images) == before
     try:
         up = there("up", "--profile", "test-files", "--unpinned")
         assert up.returncode == 0, up.stdout + up.stderr
