@@ -44,7 +44,9 @@ def compare(folder_a: Path, folder_b: Path, rows: list[list[int]], scale: float)
     a, b = Recorded.read(folder_a), Recorded.read(folder_b)
     names = _common(a, b)
     coarser = max((_dtype(a), _dtype(b)), key=lambda dtype: UNIT_ROUNDOFF[dtype])
-    width = max(a.points[name].columns for name in names if name != "logits") if len(names) > 1 else 0
+    # Where both sides are compiled, nothing but logits tells how wide the model is.
+    hooked = [point.columns for side in (a, b) for name, point in side.points.items() if name != "logits"]
+    width = max(hooked, default=a.points["logits"].columns)
     points, depth = [], 0
     first: dict[str, Any] | None = None
     for name in names:
