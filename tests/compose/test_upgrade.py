@@ -100,7 +100,9 @@ def graft(bases: None, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def services() -> set[str]:
-    return {name for name in docker("ps", "--format", "{{.Names}}").split() if name.startswith(f"graft-{NAME}")}
+    """Return the engine's container without what stands around it, and all containers of a server beside it."""
+    names = docker("ps", "--format", "{{.Names}}").split()
+    return {name for name in names if name == f"graft-{NAME}" or name.startswith(f"graft-{NAME}-next")}
 
 
 def test_without_a_digest_the_base_is_refused_offline(graft: Graft) -> None:
