@@ -21,7 +21,8 @@ def run(mode: str, folder: Path) -> tuple[dict[str, Any], str]:
     command = (str(ENGINE.python), str(PROGRAM), mode, str(folder))
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"tokens"'))  # vLLM logs its end after it
+    answer: dict[str, Any] = json.loads(line)
     return answer, done.stdout + done.stderr
 
 
