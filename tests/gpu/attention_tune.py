@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
 
 import torch
 from vllm_graft.attention.kernels import decode, store_reference
+from vllm_graft.attention.kernels.attention_reference import attend
 from vllm_graft.attention.kernels.codebook import prepare_codebook
 from vllm_graft.attention.kernels.launch import Launch
 from vllm_graft.attention.kernels.layout import SlotLayout, slot_layout
@@ -151,16 +152,6 @@ def centroids(layout: SlotLayout) -> torch.Tensor:
     return torch.cat([-positive.flip(0), positive])
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Causal FP32 attention of the last tokens: query [q, Hq, D], keys and values [length, Hk, D]."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,nhd->hqn", query.float(), keys) / math.sqrt(query.shape[2])
-    last = torch.arange(len(keys) - len(query), len(keys))
-    scores = scores.masked_fill(torch.arange(len(keys))[None, None, :] > last[None, :, None], -math.inf)
-    return torch.einsum("hqn,nhd->qhd", scores.softmax(-1), values)
-
-
 def scratch(case: Case, programs: int, requests: int) -> decode.Workspace:
     floats = decode.workspace_floats(
         programs=programs,
@@ -200,7 +191,8 @@ def check(case: Case) -> dict[str, Any]:
         if not layout.key_is_fp8:
             keys = keys @ store_reference.hadamard(case.head_size)
         if count:
-            wanted[start : start + count] = attend(query[start : start + count], keys, values)
+            rows = slice(start, start + count)
+            attend(query[rows], keys, values, causal=True, scale=query.shape[2] ** -0.5, out=wanted[rows])
         start += count
     out = torch.full((tokens, heads, case.head_size), math.nan, dtype=dtype, device=DEVICE)
     begun = time.perf_counter()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from vllm_graft.attention.kernels import decode, store_reference
+from vllm_graft.attention.kernels.attention_reference import attend
 from vllm_graft.attention.kernels.codebook import prepare_codebook
 from vllm_graft.attention.kernels.launch import Launch
 from vllm_graft.attention.kernels.layout import SlotLayout, slot_layout
@@ -60,16 +61,6 @@ def centroids(layout: SlotLayout) -> torch.Tensor:
     return (quantiles / math.sqrt(layout.head_size)).float()
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Causal FP32 attention of the last tokens: query [q, Hq, D], keys and values [length, Hk, D]."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,nhd->hqn", query.float(), keys) / math.sqrt(query.shape[2])
-    last = torch.arange(len(keys) - len(query), len(keys))
-    scores = scores.masked_fill(torch.arange(len(keys))[None, None, :] > last[None, :, None], -math.inf)
-    return torch.einsum("hqn,nhd->qhd", scores.softmax(-1), values)
-
-
 def make(batch: Batch, *, key_size: float = 1.0, value_size: float = 1.0) -> Inputs:
     """Draw a batch over a cache whose other slots hold random bytes, NaN among them."""
     layout, table = batch.layout, centroids(batch.layout)
@@ -96,7 +87,8 @@ def make(batch: Batch, *, key_size: float = 1.0, value_size: float = 1.0) -> Inp
         if not layout.key_is_fp8:
             keys = keys @ store_reference.hadamard(batch.head_size)
         if queries:
-            wanted[start : start + queries] = attend(query[start : start + queries], keys, values)
+            rows = slice(start, start + queries)
+            attend(query[rows], keys, values, causal=True, scale=batch.head_size**-0.5, out=wanted[rows])
     lengths = torch.tensor(batch.lengths, dtype=torch.int32)
     return Inputs(query, cache, blocks, lengths, torch.tensor(starts, dtype=torch.int32), wanted)
 

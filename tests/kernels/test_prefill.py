@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,6 +10,7 @@ pytest.importorskip("triton")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from vllm_graft.attention.kernels import prefill, store, store_reference  # noqa: E402
+from vllm_graft.attention.kernels.attention_reference import attend  # noqa: E402
 from vllm_graft.attention.kernels.layout import PRESETS, slot_layout  # noqa: E402
 from vllm_graft.attention.kernels.merge import merge  # noqa: E402
 from vllm_graft.attention.kernels.prefill import Shape, Tiling, tiling  # noqa: E402
@@ -19,18 +18,6 @@ from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES  # noqa: E402
 
 FP8, FOUR_BIT, THREE_FOUR, THREE_BIT = PRESETS
 HEADS = 4
-
-
-def dense(query: Any, key: Any, value: Any, *, causal: bool, scale: float, out: Any) -> tuple[Any, Any]:
-    """Attention in FP32, as `prefill.Attention`."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (part.float().repeat_interleave(group, 1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
-    if causal:
-        last = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
-        scores = scores.masked_fill(torch.arange(len(key)) > last, float("-inf"))
-    out.copy_(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
-    return out, scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +55,14 @@ def test_a_chunk_attends_to_its_prefix_and_to_itself(
     out = torch.full((tokens, HEADS, 64), float("nan"), dtype=torch.float16)
     prefill.attend_to_prefix(
         query[cached:], key[cached:], value[cached:], cache, table, cached, centroids, layout,
-        scale=0.125, attention=dense, workspace=torch.empty(WORKSPACE_BYTES, dtype=torch.uint8), slots=4, out=out,
+        scale=0.125, attention=attend, workspace=torch.empty(WORKSPACE_BYTES, dtype=torch.uint8), slots=4, out=out,
     )  # fmt: skip
     keys, values = store_reference.contents(cache.flatten(0, 1)[slots[:cached].long()], centroids, layout)
     if not layout.key_is_fp8:
         keys = keys @ store_reference.hadamard(64)
     keys, values = torch.cat([keys, key[cached:].float()]), torch.cat([values, value[cached:].float()])
     wanted = torch.empty(tokens, HEADS, 64)
-    dense(query[cached:], keys, values, causal=True, scale=0.125, out=wanted)
+    attend(query[cached:], keys, values, causal=True, scale=0.125, out=wanted)
     torch.testing.assert_close(out.float(), wanted, rtol=2e-3, atol=2e-3)
 
 

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs an environment with vLLM; the launcher's has none")
 pytest.importorskip("vllm", reason="needs an environment with vLLM; the launcher's has none")
 
-from vllm_graft.attention.kernels import store_reference  # noqa: E402
+from vllm_graft.attention.kernels import attention_reference, store_reference  # noqa: E402
 
 from tests.patches.tq_layer import (  # noqa: E402
     BLOCK_SIZE,
@@ -28,25 +28,17 @@ from tests.patches.tq_layer import (  # noqa: E402
 pytestmark = kernels
 
 
-def dense_attention(query: Any, key: Any, value: Any, *, causal: bool, scale: float, out: Any) -> tuple[Any, Any]:
-    """Dense attention in FP32 in the place of flash attention."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (part.float().repeat_interleave(group, 1) for part in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
-    if causal:
-        last = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
-        scores = scores.masked_fill(torch.arange(len(key)) > last, float("-inf"))
-    out.copy_(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
-    return out, scores.logsumexp(-1)
-
-
 def varlen(_: Any, query: Any, key: Any, value: Any, starts: Any, key_starts: Any, *others: Any) -> tuple[Any, Any]:
     """`SpecDecodeImpl._flash` by dense attention."""
     scale, causal, out = others[2:]
     parts = []
     for request in range(len(starts) - 1):
         rows, keys = slice(*starts[request : request + 2]), slice(*key_starts[request : request + 2])
-        parts.append(dense_attention(query[rows], key[keys], value[keys], causal=causal, scale=scale, out=out[rows])[1])
+        parts.append(
+            attention_reference.attend(query[rows], key[keys], value[keys], causal=causal, scale=scale, out=out[rows])[
+                1
+            ]
+        )
     return out, torch.cat(parts, dim=1)
 
 
@@ -95,7 +87,7 @@ def expected(layer: Layer, described: Any, request: int, cached: int, query: Any
     if cached < len(keys):
         keys[cached:], values[cached:] = key[tokens], value[tokens]
     out = torch.empty(query[tokens].shape)
-    return dense_attention(query[tokens], keys, values, causal=True, scale=layer.impl.scale, out=out)[0]
+    return attention_reference.attend(query[tokens], keys, values, causal=True, scale=layer.impl.scale, out=out)[0]
 
 
 def check_verification(layer: Layer, tolerance: float) -> None:
