@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from launcher.operate import tail
+from launcher.operate import settings_file, tail
 from launcher.operate.budget import Budget
 from launcher.operate.endings import BY_WATCHDOG, MEMORY_CAUSES, Again, End, Stop, judge, reason_of
 from launcher.operate.engine import Engine, adopt_orphans, end_with_parent
@@ -263,13 +263,8 @@ class Keeper:
 
 def main(argv: Sequence[str]) -> int:
     """Keep the engine that a settings file describes; ends as the engine did, by the same signal where it was one."""
-    if len(argv) != 1:
-        print("keep: one argument is needed, the file of its settings", file=sys.stderr)
-        return 2
-    try:
-        settings = KeeperSettings.model_validate_json(Path(argv[0]).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        print(f"keep: {argv[0]}: {error}", file=sys.stderr)
+    settings = settings_file.read("keep", KeeperSettings, argv)
+    if settings is None:
         return 2
     try:
         exit_code = Keeper(settings).run()

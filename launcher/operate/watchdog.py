@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from launcher.operate import settings_file
 from launcher.operate.endings import BY_WATCHDOG
 from launcher.operate.events import EventLog, Follower, Kind, event
 from launcher.operate.service_state import ServiceStatus, StateFile
@@ -213,13 +214,8 @@ def _key(settings: WatchdogSettings) -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     """Watch the engine that a settings file names, until a signal."""
-    if len(argv) != 1:
-        print("watch: one argument is needed, the file of its settings", file=sys.stderr)
-        return 2
-    try:
-        settings = WatchdogSettings.model_validate_json(Path(argv[0]).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        print(f"watch: {argv[0]}: {error}", file=sys.stderr)
+    settings = settings_file.read("watch", WatchdogSettings, argv)
+    if settings is None:
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
