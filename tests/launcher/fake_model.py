@@ -9,8 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any, ClassVar
+
+from tests.launcher.fake_vllm import JsonHandler
 
 CHARS_A_TOKEN = 4
 
@@ -83,7 +85,7 @@ def count(body: dict[str, Any]) -> int:
     return 20 + len(json.dumps([body["messages"], body.get("tools", [])])) // CHARS_A_TOKEN
 
 
-class FakeModel(BaseHTTPRequestHandler):
+class FakeModel(JsonHandler):
     """Serves one model; subclasses set what differs."""
 
     protocol_version = "HTTP/1.1"
@@ -96,12 +98,8 @@ class FakeModel(BaseHTTPRequestHandler):
     has_tokenize: ClassVar[bool] = True
     lead: ClassVar[float] = 3.99
     """Of the best token, in nats."""
-    api_key: ClassVar[str | None] = None
     asked: ClassVar[list[Asked]] = []
     lock: ClassVar[threading.Lock] = threading.Lock()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -151,22 +149,6 @@ class FakeModel(BaseHTTPRequestHandler):
             best = [{"logprob": -0.01}, {"logprob": -0.01 - self.lead}]
             choice["logprobs"] = {"content": [{"top_logprobs": best} for _ in raw]}
         self._json(200, {"choices": [choice], "usage": usage})
-
-    def _is_allowed(self) -> bool:
-        if self.api_key is None or self.headers.get("Authorization") == f"Bearer {self.api_key}":
-            return True
-        self._json(401, {"error": "Unauthorized"})
-        return False
-
-    def _json(self, status: int, document: dict[str, Any]) -> None:
-        self._send(status, json.dumps(document).encode(), "application/json")
-
-    def _send(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 def _deltas(said: Said) -> Iterator[dict[str, Any]]:

@@ -36,18 +36,39 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers `answer`; `broken_after` cuts the stream after so many pieces; `api_key` is wanted when it is set."""
+class JsonHandler(BaseHTTPRequestHandler):
+    """Answers in JSON and says nothing; `api_key` is wanted when it is set."""
+
+    api_key: ClassVar[str | None] = None
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def _is_allowed(self) -> bool:
+        if self.api_key is None or self.headers.get("Authorization") == f"Bearer {self.api_key}":
+            return True
+        self._json(401, {"error": "Unauthorized"})
+        return False
+
+    def _json(self, status: int, document: dict[str, Any]) -> None:
+        self._send(status, json.dumps(document).encode(), "application/json")
+
+    def _send(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Handler(JsonHandler):
+    """Answers `answer`; `broken_after` cuts the stream after so many pieces."""
 
     answer: ClassVar[str] = "The capital of France is Paris."
     reasoning: ClassVar[str] = ""
     broken_after: ClassVar[int | None] = None
-    api_key: ClassVar[str | None] = None
     dies_when_asked: ClassVar[bool] = False
     requests: ClassVar[list[dict[str, Any]]] = []
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -74,22 +95,6 @@ class Handler(BaseHTTPRequestHandler):
         kept = events if self.broken_after is None else events[: self.broken_after]
         end = ["data: [DONE]\n\n"] if kept == events else []
         self._send(200, "".join([*kept, *end]).encode(), "text/event-stream")
-
-    def _is_allowed(self) -> bool:
-        if self.api_key is None or self.headers.get("Authorization") == f"Bearer {self.api_key}":
-            return True
-        self._json(401, {"error": "Unauthorized"})
-        return False
-
-    def _json(self, status: int, document: dict[str, Any]) -> None:
-        self._send(status, json.dumps(document).encode(), "application/json")
-
-    def _send(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 def unused_port() -> int:
