@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
 import torch
 import triton
 import vllm
+from clock import OTHER_BYTES, cold_microseconds, copy_bytes_per_s
 from kept import Kept, OutOfTime
 from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
 from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention
@@ -212,7 +213,7 @@ class Clock:
     """Times a call by replays of its CUDA graph, each after a write that is larger than the L2 cache."""
 
     def __init__(self) -> None:
-        self.other = torch.empty(3 * 2**26, dtype=torch.uint8, device=DEVICE)
+        self.other = torch.empty(OTHER_BYTES, dtype=torch.uint8, device=DEVICE)
 
     def microseconds(self, call: Callable[[], None], repeats: int = 21) -> float:
         if DEVICE != "cuda":
@@ -223,30 +224,7 @@ class Clock:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-        for start, stop in events:
-            self.other.zero_()
-            start.record()
-            graph.replay()
-            stop.record()
-        torch.cuda.synchronize()
-        times = sorted(start.elapsed_time(stop) for start, stop in events)
-        return float(round(times[len(times) // 2] * 1000, 1))
-
-
-def copy_bytes_per_s() -> float:
-    """Bytes read and written per second by a large copy on the device."""
-    source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    best = math.inf
-    for _ in range(6):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        stop.record()
-        stop.synchronize()
-        best = min(best, start.elapsed_time(stop) / 1000)
-    return float(2 * source.numel() / best)
+        return cold_microseconds(graph, self.other, repeats)
 
 
 def plausible_cache(layout: SlotLayout, pages: int) -> torch.Tensor:

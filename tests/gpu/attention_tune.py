@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
 
 import torch
+from clock import OTHER_BYTES, cold_microseconds, copy_bytes_per_s
 from vllm_graft.attention.kernels import decode, store_reference
 from vllm_graft.attention.kernels.attention_reference import attend
 from vllm_graft.attention.kernels.codebook import prepare_codebook
@@ -246,7 +247,7 @@ class Bench:
         self.pages = max(requests * length for requests, length in SHAPES) // PAGE
         self.cache = plausible_cache(self.layout, self.pages)
         self.table = None if self.layout.key_is_fp8 else prepare_codebook(centroids(self.layout))
-        self.other = torch.empty(3 * 2**26, dtype=torch.uint8, device=DEVICE)
+        self.other = torch.empty(OTHER_BYTES, dtype=torch.uint8, device=DEVICE)
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def graph(self, case: Case, requests: int, length: int, per_sm: int, min_tiles: int) -> torch.cuda.CUDAGraph:
@@ -282,32 +283,7 @@ class Bench:
 
     def microseconds(self, case: Case, shape: tuple[int, int], per_sm: int, min_tiles: int, repeats: int = 11) -> float:
         graph = self.graph(case, *shape, per_sm, min_tiles)
-        events = []
-        for _ in range(repeats):
-            self.other.zero_()
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            stop.record()
-            events.append((start, stop))
-        torch.cuda.synchronize()
-        times = sorted(start.elapsed_time(stop) for start, stop in events)
-        return float(round(times[len(times) // 2] * 1000, 1))
-
-
-def copy_bytes_per_s() -> float:
-    """Bytes read and written per second by a large copy on the device."""
-    source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    best = math.inf
-    for _ in range(6):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        stop.record()
-        stop.synchronize()
-        best = min(best, start.elapsed_time(stop) / 1000)
-    return float(2 * source.numel() / best)
+        return cold_microseconds(graph, self.other, repeats)
 
 
 def shape_name(shape: tuple[int, int]) -> str:
