@@ -7,6 +7,7 @@ registers.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from vllm_graft.attention.kernels.float8 import MIN_HARDWARE_CAPABILITY
@@ -92,6 +93,7 @@ def resident_programs(
     return min(registers_per_sm // (registers_of_warp * warps), shared_bytes_per_sm // (shared_bytes + 1024))
 
 
+@functools.cache
 def decode_launch(capability: tuple[int, int], *, layout: SlotLayout, rows: int, page_tokens: int) -> Launch:
     """Return the launch of a compute capability for so many rows (query heads of a KV head times verified tokens)."""
     many = rows > _MANY_ROWS
