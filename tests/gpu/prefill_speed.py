@@ -264,7 +264,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     kept = Kept(
         options.results,
-        {"host": spec_decode._host()},
+        {"host": spec_decode.host()},
         ("rows",),
         lambda report: {"holds": holds([Row(**row) for row in report["rows"]])},
         options.budget_s,

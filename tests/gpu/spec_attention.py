@@ -275,7 +275,7 @@ def main() -> int:
 
     results = prove()
     record = {
-        "host": spec_decode._host(),
+        "host": spec_decode.host(),
         "tolerance": TOLERANCE,
         "shape": asdict(Shape()),
         "results": {

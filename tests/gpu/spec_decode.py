@@ -213,29 +213,29 @@ def _child(case: Case, run: Run, directory: Path, outcome: Path) -> None:
     os.dup2(sys.stdout.fileno(), 2)
     record = run(case, directory)
     temporary = outcome.with_suffix(".part")
-    temporary.write_text(json.dumps({**asdict(record), "host": _host()}), encoding="utf-8")
+    temporary.write_text(json.dumps({**asdict(record), "host": host()}), encoding="utf-8")
     temporary.replace(outcome)
     sys.stdout.flush()
     os._exit(0)  # an engine's threads may outlive it
 
 
-def _host() -> dict[str, str]:
+def host() -> dict[str, str]:
     """The card and the versions that ran."""
     torch = sys.modules.get("torch")
-    host = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "python": sys.version.split()[0]}
+    found = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "python": sys.version.split()[0]}
     for name in ("vllm", "torch", "triton", "vllm-graft"):
         try:
-            host[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            host[name] = "not installed"
+            found[name] = "not installed"
     if torch is not None and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        host |= {
+        found |= {
             "gpu": torch.cuda.get_device_name(),
             "compute_capability": f"{major}.{minor}",
             "cuda": torch.version.cuda,
         }
-    return host
+    return found
 
 
 # Reading the results.

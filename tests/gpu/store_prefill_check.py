@@ -283,7 +283,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     kept = Kept(
         options.results,
-        {"host": spec_decode._host()},
+        {"host": spec_decode.host()},
         ("checks",),
         lambda report: {"holds": holds(report)},
         options.budget_s,

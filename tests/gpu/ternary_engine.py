@@ -142,7 +142,7 @@ def seven_b(case: str) -> dict[str, Any]:
         "weight_bytes": llm.apply_model(weight_bytes)[0],
         "decode_tokens_per_s": {"1": one, "8": eight, "16": sixteen},
         "prefill_tokens_per_s": prefill_tokens_per_s(llm, 2048),
-        "host": spec_decode._host(),
+        "host": spec_decode.host(),
     }
 
 
@@ -200,7 +200,7 @@ def kl() -> dict[str, Any]:
         "mean_kl": float(divergence.mean()),
         "top_1_agreement": float(top),
         "mean_entropy": float(entropy),
-        "host": spec_decode._host(),
+        "host": spec_decode.host(),
     }
 
 
