@@ -1,5 +1,6 @@
 """Keep a service under a mixed load for minutes or days, and record what comes of it."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Soak:
         self._before_s = record.elapsed_s
         self._begun_s = 0.0
         self._fault: Exception | None = None
+        self._is_over = False
 
     def run(self, on_tick: Callable[[Record], None]) -> None:
         """Ask until the time is over; `on_tick` is told the record several times a second.
@@ -60,6 +62,8 @@ class Soak:
             self._finish(sum(thread.is_alive() for thread in threads))
         finally:
             self._stop.set()
+            with self._lock:
+                self._is_over = True
             self._save()
 
     def _finish(self, left: int) -> None:
@@ -133,38 +137,43 @@ class Soak:
         try:
             answer = self._target.connection.answer(request, lambda text: pieces_s.append(time.monotonic() - began_s))
         except Unreachable:
-            with self._lock:
-                self.record.unreachable(self._elapsed())
+            self._tell(lambda: self.record.unreachable(self._elapsed()))
             self._stop.wait(RETRY_S)
             return False
         except AskFailed as error:
             return self._failed(turn, error)
         outcome = _outcome(turn, answer, pieces_s)
         chars = sum(len(str(message)) for message in (*turn.task.messages, *turn.task.tools))
-        with self._lock:
-            self.record.add(outcome, self._elapsed(), chars)
+        self._tell(lambda: self.record.add(outcome, self._elapsed(), chars))
         return True
 
     def _failed(self, turn: Turn, error: AskFailed) -> bool:
-        with self._lock:
-            if error.status == TOO_MANY:
-                self.record.turned_away += 1
-            elif error.status in AWAY:
-                self.record.unreachable(self._elapsed())
-            else:
-                kind = f"HTTP {error.status}" if error.status else "broken off"
-                failed = Outcome(turn.size, turn.is_agent, bool(turn.task.calls), kind, str(error))
-                self.record.add(failed, self._elapsed(), 0)
+        self._tell(lambda: self._add_failure(turn, error))
         self._stop.wait(RETRY_S)
         return False
+
+    def _add_failure(self, turn: Turn, error: AskFailed) -> None:
+        if error.status == TOO_MANY:
+            self.record.turned_away += 1
+        elif error.status in AWAY:
+            self.record.unreachable(self._elapsed())
+        else:
+            kind = f"HTTP {error.status}" if error.status else "broken off"
+            failed = Outcome(turn.size, turn.is_agent, bool(turn.task.calls), kind, str(error))
+            self.record.add(failed, self._elapsed(), 0)
 
     def _watch(self) -> None:
         while not self._stop.is_set():
             sample = parse(self._source.read() or "") if self._source is not None else None
             used = gpu_used_bytes(self.record.settings.gpu_uuids)
-            with self._lock:
-                self.record.sample(sample, used, self._elapsed())
+            self._tell(functools.partial(self.record.sample, sample, used, self._elapsed()))
             self._stop.wait(SAMPLE_INTERVAL_S)
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        # What was under way when the record was closed breaks off, and says nothing of the service.
+        with self._lock:
+            if not self._is_over:
+                what()
 
 
 def refusal_of_tools(target: Target) -> str | None:

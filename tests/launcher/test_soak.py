@@ -1,6 +1,7 @@
 """A soak of a stand-in service: what it records, that it resumes, and that each threshold can fail."""
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,28 @@ def test_an_interrupted_soak_goes_on_where_it_was(tmp_path: Path) -> None:
             soaked(tmp_path, url, kept, until(lambda record: record.replies > replies + 5))
     assert kept.elapsed_s > before_s
     assert kept.sessions > sessions
+
+
+def test_what_breaks_off_when_a_soak_is_interrupted_does_not_count(tmp_path: Path) -> None:
+    holds = threading.Event()
+
+    def hold(asked: Asked) -> None:
+        holds.wait(20)
+
+    def interrupt(record: Record) -> None:
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    with service(refuse=staticmethod(hold)) as url:
+        record = Record(settings(url, duration_s=60.0))
+        with pytest.raises(KeyboardInterrupt):
+            soaked(tmp_path, url, record, interrupt)
+        workers = [one for one in threading.enumerate() if one not in before and one.name.endswith("(_guarded)")]
+        assert len(workers) > 1
+        holds.set()
+        for worker in workers:
+            worker.join(20)
+    assert (record.replies, record.errors, record.events) == (0, {}, [])
 
 
 def test_a_server_that_was_started_anew_between_two_runs_was_not_interrupted() -> None:
