@@ -46,7 +46,8 @@ class Task:
     """In this order; without any, `content` is the reply."""
     content: str = ""
     """The whole text beside the calls; surrounding white space does not count."""
-    max_tokens: int = 512
+    max_tokens: int = 768
+    """Room for the right reply, which has up to 670 tokens where every byte is one."""
 
 
 @dataclass(frozen=True)

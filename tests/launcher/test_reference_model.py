@@ -18,7 +18,8 @@ from reference_rows import PROMPT, REPLY, TEMPLATE, Row, judged, judged_row, pro
 from vllm_graft.parsers.reader import Reader
 from vllm_graft.parsers.schema import Typing, make_tool
 
-from launcher.measure.dialogues import KINDS, VERBS, Task
+from launcher.measure import verify
+from launcher.measure.dialogues import KINDS, VERBS, Task, draw
 from launcher.measure.words import split_of
 
 NAME = re.compile(r'"name": "([a-z]+)_([a-z]+)"')
@@ -116,6 +117,13 @@ def test_a_right_reply_is_read_as_the_expected_calls_and_content(kind: str) -> N
             content, calls = read(decode(reply[:-1]), task)
             assert content.strip() == task.content
             assert calls == [(call.name, call.arguments) for call in task.calls]
+
+
+def test_every_right_reply_fits_into_what_its_request_allows() -> None:
+    for task in (*held_out(), *islice(draw(random.Random(1), kinds=("parallel",)), 200)):
+        prompt, reply = prompt_and_reply(task)
+        assert len(reply) <= task.max_tokens
+        assert task.kind == "needle" or len(prompt) + task.max_tokens <= verify.CALL_TOKENS
 
 
 def test_only_what_the_model_writes_counts_as_its_reply() -> None:
