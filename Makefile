@@ -110,7 +110,7 @@ check: install-dev ## Lint, types and the fast tests
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest tests/launcher
+	$(VENV)/bin/python -m pytest --numprocesses logical --dist worksteal tests/launcher
 
 test: install-dev ## All tests that this machine can run; the others skip by name
 	$(GRAFT) engine install engine
