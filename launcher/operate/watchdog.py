@@ -176,7 +176,8 @@ def run(settings: WatchdogSettings, out: int = 1) -> None:
     webhook = _webhook(settings, events)
     follower = Follower(settings.folder)
     events.write(event("watchdog-started", settings.service, f"looks every {settings.watch.every_s:g} s"))
-    watchdog = Watchdog(settings, Server(settings.base_url, settings.served_name, _key(settings)), out)
+    api_key = settings_file.read_key(settings.api_key_file)
+    watchdog = Watchdog(settings, Server(settings.base_url, settings.served_name, api_key), out)
     due_s = time.monotonic()
     while True:
         late_s = time.monotonic() - due_s
@@ -201,15 +202,6 @@ def _webhook(settings: WatchdogSettings, events: EventLog) -> Webhook | None:
         events.write(event("webhook-failed", settings.service, f"the webhook was not told: {error}"))
 
     return Webhook(url, give_up)
-
-
-def _key(settings: WatchdogSettings) -> str | None:
-    if settings.api_key_file is None:
-        return None
-    try:
-        return settings.api_key_file.read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,15 +3,14 @@
 import asyncio
 import logging
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import aiohttp
 import uvloop
 from aiohttp import web
 
+from launcher.operate import settings_file
 from launcher.operate.gateway.relay import Relay
 from launcher.operate.gateway.settings import Settings
 
@@ -24,13 +23,8 @@ MOST_READ_AHEAD_BYTES = 32 << 10
 
 def main(argv: Sequence[str]) -> int:
     """Run until SIGTERM or SIGINT; return the exit code."""
-    if len(argv) != 1:
-        print("usage: gateway SETTINGS.json", file=sys.stderr)
-        return 2
-    try:
-        settings = Settings.model_validate_json(Path(argv[0]).read_bytes())
-    except (OSError, ValueError) as error:
-        print(f"{argv[0]}: {error}", file=sys.stderr)
+    settings = settings_file.read("gateway", Settings, argv)
+    if settings is None:
         return 2
     logging.basicConfig(
         level=logging.INFO, format='{"time":"%(asctime)s","level":"%(levelname)s","message":"%(message)s"}'
@@ -46,7 +40,7 @@ async def _run(settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(session_for(settings))
-        relay = Relay(settings, session, _key(settings.api_key_file))
+        relay = Relay(settings, session, settings_file.read_key(settings.api_key_file))
         await relay.engine.poll()
         watching = asyncio.create_task(relay.engine.watch())
         await _serve(stack, relay.application(), settings.host, settings.port)
@@ -85,10 +79,3 @@ async def _serve(stack: AsyncExitStack, app: web.Application, host: str, port: i
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-
-
-def _key(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8").strip() or None
-    except FileNotFoundError:
-        return None
