@@ -149,7 +149,7 @@ def our_call(inputs: Inputs, needs: Tables) -> tuple[Callable[[], None], torch.T
         rows=HEADS // KV_HEADS * inputs.queries,
         page_tokens=inputs.cache.shape[1],
     )
-    programs = decode.num_programs(DEVICE, how) if DEVICE == "cuda" else 5
+    programs = how.programs(torch.cuda.get_device_properties(DEVICE).multi_processor_count) if DEVICE == "cuda" else 5
     floats = decode.workspace_floats(
         programs=programs,
         num_requests=requests,

@@ -114,12 +114,9 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
         if self._reads_prefix:
             manager.get_simultaneous(((WORKSPACE_BYTES,), torch.uint8))
 
-    def _programs(self, launch: Launch) -> int:
-        return self._card.multiprocessors * launch.programs_per_sm
-
     def _decode_floats(self, max_query_len: int, page_tokens: int, num_requests: int) -> int:
         return decode.workspace_floats(
-            programs=self._programs(self._launch(max_query_len, page_tokens)),
+            programs=self._launch(max_query_len, page_tokens).programs(self._card.multiprocessors),
             num_requests=num_requests,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -243,7 +240,9 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
             layout=self._layout,
             scale=self.scale,
             codebook=self._codebook,
-            workspace=decode.Workspace(self._scratch(floats, torch.float32), self._programs(launch)),
+            workspace=decode.Workspace(
+                self._scratch(floats, torch.float32), launch.programs(self._card.multiprocessors)
+            ),
             out=out,
             launch=launch,
         )
@@ -337,7 +336,7 @@ class SpecDecodeImpl(TurboQuantAttentionImpl):  # type: ignore[misc]
         self._ensure_on_device(layer, self._device)
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._device)
         self._store_kv(self._zeros(1, self.num_kv_heads), self._zeros(1, self.num_kv_heads), cache, nowhere, layer)
-        for requests in sorted({min(count, max_requests) for count in decode.REQUEST_CLASSES}):
+        for requests in sorted({min(count, max_requests) for count in (*decode.REQUEST_CLASSES, max_requests)}):
             for queries in sorted({1, max_query_len}):
                 tokens = requests * queries
                 metadata = RequestsMetadata(

@@ -352,7 +352,10 @@ HEAD_SIZES = (64, 96, 128, 256)
 MAX_ROWS = 128
 """Query heads of a KV head times tokens of a verify step that are tested; a longer chunk is a prefill's."""
 REQUEST_CLASSES = (256, 1024, 4096)
-"""The kernels are compiled for a batch of up to so many requests, whose lengths each program reads at once."""
+"""The kernels are compiled for a batch of up to so many requests, whose lengths each program reads at once.
+
+A larger batch than the last has kernels of its own.
+"""
 _BLOCK_ROWS = 32
 """Rows of one unit: operands and accumulators of more spill, so more rows are more units that read the same tokens."""
 _MERGE_BLOCK = 16
@@ -365,7 +368,7 @@ class Workspace:
     partial: torch.Tensor
     """fp32, at least `workspace_floats` of it."""
     programs: int
-    """Size of the grid; `num_programs` says a good one."""
+    """Size of the grid; `Launch.programs` says a good one."""
 
 
 def supports(
@@ -407,11 +410,6 @@ def supports(
         if there:
             return f"{name} is not applied by these kernels"
     return None
-
-
-def num_programs(device: torch.device | str, launch: Launch) -> int:
-    """Programs that fill a device, whatever the batch is."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) * launch.programs_per_sm
 
 
 def workspace_floats(
@@ -475,7 +473,8 @@ def verify_attention(
     partial = workspace.partial
     stats = partial[(workspace.programs + num_requests * num_kv_heads * blocks) * block_rows * head_size :]
     cache = kv_cache.view(torch.uint16)
-    block_requests = next(count for count in REQUEST_CLASSES if num_requests <= count)
+    larger = triton.next_power_of_2(num_requests)
+    block_requests = next((count for count in REQUEST_CLASSES if num_requests <= count), larger)
     if not layout.key_is_fp8:
         if codebook is None:
             raise ValueError(f"codebook: {layout.preset.name} needs the one of prepare_codebook")

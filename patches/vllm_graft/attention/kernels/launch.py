@@ -40,6 +40,10 @@ class Launch:
     """Read the queries' operand from shared memory for each tile, not hold it in registers."""
     reason: str
 
+    def programs(self, multiprocessors: int) -> int:
+        """Programs that fill a device, whatever the batch is."""
+        return multiprocessors * self.programs_per_sm
+
 
 _FP8_DECODE = Launch(
     block_tokens=64,
