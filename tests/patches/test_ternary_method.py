@@ -30,7 +30,11 @@ with warnings.catch_warnings():
     from vllm_graft.quantization.ternary.formats import FormatError
 
 HIDDEN, WIDE = 256, 192
-MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+MAPPING = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
+}
 
 
 def ternary(n: int, k: int, seed: int = 0) -> Any:
@@ -178,6 +182,43 @@ def test_gate_and_up_may_have_groups_of_different_sizes(ranks: Callable[[int, in
             load(layer, formats.pack_bytes(values), scale, number)
         rows = slice(rank * WIDE // size, (rank + 1) * WIDE // size)
         assert near(output(layer, x), x, torch.cat([dense(*part)[rows] for part in parts]))
+
+
+def qkvz(quant_config: TernaryConfig) -> Any:
+    """The input of Qwen3.5's gated delta nets: four parts, of which its checkpoints hold the first three together."""
+    return linear.MergedColumnParallelLinear(
+        HIDDEN,
+        [64, 64, 128, 128],
+        bias=False,
+        quant_config=quant_config,
+        prefix="layers.0.in_proj_qkvz",
+        return_bias=False,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_tensor_of_several_parts_is_cut_part_by_part(
+    ranks: Callable[[int, int], None], size: int, groups: int
+) -> None:
+    together, alone = (ternary(256, HIDDEN), scales(256, groups)), (ternary(128, HIDDEN), scales(128))
+    x = tokens()
+    for rank in range(size):
+        ranks(rank, size)
+        layer = qkvz(config())
+        load(layer, formats.pack_bytes(together[0]), together[1], (0, 1, 2))
+        load(layer, formats.pack_bytes(alone[0]), alone[1], 3)
+        parts = [*dense(*together).split([64, 64, 128]), dense(*alone)]
+        assert near(output(layer, x), x, torch.cat([part.chunk(size)[rank] for part in parts]))
+
+
+def test_a_tensor_of_several_parts_is_refused_by_its_own_name() -> None:
+    layer = qkvz(config())
+    with pytest.raises(FormatError, match=r"layers.0.in_proj_qkv.weight has the shape \[256, 63\]"):
+        load(layer, formats.pack_bytes(ternary(256, HIDDEN))[:, 1:], scales(256), (0, 1, 2))
+    layer.weight_scale.weight_loader(layer.weight_scale, scales(256), (0, 1, 2))
+    with pytest.raises(ValueError, match=r"^layers.0.in_proj_qkv.weight, layers.0.in_proj_z.weight, .*_z.weight_scale: "):
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -76,7 +76,7 @@ class TernaryLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def _load_weight(
         self, layer: Any, place: Callable[..., None], param: Parameter, tensor: torch.Tensor, shard: Shard = None
     ) -> None:
-        name = f"{self._parts(layer).get(shard, self.prefix)}.weight"
+        name = f"{self._name(layer, shard)}.weight"
         self.config.formats.take(name, partial(self._place_weight, name, layer, place, param, tensor, shard))
 
     def _place_weight(
@@ -102,7 +102,7 @@ class TernaryLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self, layer: Any, place: Callable[..., None], param: Parameter, tensor: torch.Tensor, shard: Shard = None
     ) -> None:
         n, k, ranks = disk_rows(layer, shard), layer.ternary_k * layer.ternary_ranks, layer.ternary_ranks
-        with _naming(f"{self._parts(layer).get(shard, self.prefix)}.weight_scale"):
+        with _naming(f"{self._name(layer, shard)}.weight_scale"):
             scales = formats.scales_of(tensor.to(param.device), n, k)
             if self.config.scales_divide:
                 scales = formats.reciprocal(scales)
@@ -139,6 +139,10 @@ class TernaryLinearMethod(LinearMethodBase):  # type: ignore[misc]
             )
         param.data = old.repeat_interleave(finer // old.shape[1], dim=1).to(torch.promote_types(old.dtype, dtype))
 
+    def _name(self, layer: Any, shard: Shard) -> str:
+        """The module's name in the checkpoint, of one part, of several together, or of the whole layer."""
+        return self._parts(layer).get(shard[0] if isinstance(shard, tuple) else shard, self.prefix)
+
     def _parts(self, layer: Any) -> dict[Shard, str]:
         """The parts of a layer that a checkpoint may hold by themselves, with their module names there."""
         parent, dot, own = self.prefix.rpartition(".")
@@ -147,18 +151,20 @@ class TernaryLinearMethod(LinearMethodBase):  # type: ignore[misc]
             parts = ("q", "k", "v")
         elif isinstance(layer, MergedColumnParallelLinear):
             parts = tuple(range(len(layer.output_sizes)))
-        names = self.config.packed_modules_mapping.get(own, ())
+        names = list(self.config.packed_modules_mapping.get(own, ()))
+        # Where there are fewer, the first is of several parts: in_proj_qkv of in_proj_qkvz (Qwen3.5).
+        names = names[:1] * (len(parts) - len(names)) + names
         if len(names) != len(parts):
             names = [own if part is None else f"{own}[{part}]" for part in parts]
         return {part: f"{parent}{dot}{name}" for part, name in zip(parts, names, strict=True)}
 
     def _refuse_missing(self, layer: Any) -> None:
-        missing = [
+        missing = dict.fromkeys(
             f"{name}.{suffix}"
             for part, name in self._parts(layer).items()
             for suffix, loaded in layer.ternary_loaded.items()
             if part not in loaded
-        ]
+        )
         if missing:
             raise ValueError(
                 f"{', '.join(missing)}: not in the checkpoint; each ternary layer has a weight and a weight_scale, and "
