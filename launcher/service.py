@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from launcher import bring, circumstances, engine_env, ready, release, reports, startlog
 from launcher.ask import Answer, is_healthy
 from launcher.bring import Reporter
-from launcher.canary import Canary, canary_of
+from launcher.canary import canary_of
 from launcher.diagnose import Diagnosis, diagnose, shows_failure
 from launcher.errors import GraftError, Refused, UsageError
 from launcher.evidence import Evidence
@@ -324,7 +324,7 @@ def curl(plan: Plan, base_url: str) -> str:
     """Return a command that asks the server one question when it is pasted into a shell."""
     body = {
         "model": plan.served_name,
-        "messages": [{"role": "user", "content": Canary.question}],
+        "messages": [{"role": "user", "content": canary_of(plan).question}],
         "temperature": 0,
     }
     secret = ServiceState.of(plan.profile).secrets_dir / "api_key"

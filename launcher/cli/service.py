@@ -183,7 +183,13 @@ def ask(
     if running is None:
         raise UsageError(f"{name}: not started; `make up PROFILE={name}` starts it")
 
+    has_begun = False
+
     def show(text: str) -> None:
+        nonlocal has_begun
+        # Blank lines that stand between a thought, or none, and the reply are not the reply's.
+        text = text if has_begun else text.lstrip()
+        has_begun = has_begun or bool(text)
         out.print(text, end="", markup=False, soft_wrap=True)
 
     answer = ask_server(
@@ -196,8 +202,11 @@ def ask(
     )
     if as_json:
         print_json(answer)
-    else:
+    elif has_begun:
         out.print()
+    else:
+        hint = "; --max-tokens allows more" if answer.finish_reason == "length" else ""
+        out.print(f"No text: it ended ({answer.finish_reason}) after {answer.completion_tokens} tokens{hint}.")
 
 
 @engine_app.command()

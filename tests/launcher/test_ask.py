@@ -1,12 +1,15 @@
 """One question to a server that speaks OpenAI's API."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from launcher import cli, service
 from launcher.ask import AskFailed, ask, is_healthy
 from tests.launcher.fake_vllm import Handler, unused_port
 
@@ -89,3 +92,27 @@ def test_nobody_listening_says_what_to_do() -> None:
     assert not is_healthy(url)
     with pytest.raises(AskFailed, match="make up"):
         ask(url, "Where?")
+
+
+# The command.
+
+
+def asked(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what `graft ask` prints of a service at this URL."""
+    running = SimpleNamespace(base_url=url, plan=SimpleNamespace(served_name="small"))
+    monkeypatch.setattr(service, "find", lambda name: running)
+    monkeypatch.setattr(sys, "argv", ["graft", "ask", "Where?", "--profile", "cpu"])
+    cli.main()
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_the_text_without_the_blank_lines_before_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked(serve(answer="\n\n In Paris.\n\n On the Seine."), monkeypatch, capsys) == "InParis.\n\nOntheSeine.\n"
+
+
+def test_a_reply_without_text_is_told_as_one(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked(serve(answer="\n"), monkeypatch, capsys) == "No text: it ended (stop) after 8 tokens.\n"
