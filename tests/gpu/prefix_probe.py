@@ -271,11 +271,9 @@ def line(entry: Mapping[str, Any], against: Mapping[str, int] | None) -> str:
         parts.append("holds" if soak_holds(entry) else "DOES NOT HOLD")
     else:
         parts.append(f"{entry['replies']} replies, {len(entry['wrong'])} wrong, {len(entry['changed'])} changed")
-        if "x" in entry:
-            found = entry["x"]
-            parts.append(
-                f"against the reference {found['equal']} equal, {found['near-tie']} near ties, {found['wrong']} wrong"
-            )
+        if against is not None:
+            told = f"{against['equal']} equal, {against['near-tie']} near ties, {against['wrong']} wrong"
+            parts.append(f"against the reference {told}")
     return "; ".join(parts)
 
 
