@@ -22,7 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.drill import CHAT, EngineProcess
+from tests.gateway.drilling import CHAT
+from tests.gateway.fake_engine import EngineProcess
 from tests.gateway.stack import CLIENT_KEY, INTERNAL_KEY, Stack, free_port
 
 MOST_ADDED_FIRST_TOKEN_S = 0.002
@@ -151,12 +152,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    fake = EngineProcess(free_port()) if asked.engine is None else None
-    try:
-        found = _measured(asked, fake)
-    finally:
-        if fake is not None:
-            fake.stop()
+    if asked.engine is None:
+        with EngineProcess(free_port()) as fake:
+            found = _measured(asked, fake)
+    else:
+        found = _measured(asked, None)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))

@@ -6,11 +6,17 @@ so many pieces, in the middle of an event with `half_event`), `silent_s` (before
 
 import asyncio
 import json
+import signal
+import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from launcher.state import CHECKOUT
 
 METRICS = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
@@ -167,6 +173,63 @@ def _event(document: object) -> bytes:
 
 def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+class EngineProcess:
+    """A fake engine as a process, which can be killed and stopped: the `Engine` of a drill."""
+
+    name = "a fake engine"
+    away_s, stopped_s = 2.0, 3.0
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def __enter__(self) -> "EngineProcess":
+        self._start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def stream(self, count: int) -> Mapping[str, object]:
+        # A few hundred events a second in all, as from a card: it is the streams that are many.
+        return {"stream": True, "pieces": 20, "interval_s": max(0.1, count / 400), "piece_bytes": 20}
+
+    def short(self) -> Mapping[str, object]:
+        return {"stream": True, "pieces": 1}
+
+    def long(self) -> Mapping[str, object]:
+        return {"stream": True, "pieces": 2000, "piece_bytes": 16_000}
+
+    def kill(self) -> None:
+        self._end()
+        time.sleep(self.away_s)
+        self._start()
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+        time.sleep(self.stopped_s)
+        self._process.send_signal(signal.SIGCONT)
+
+    def rss_bytes(self) -> Mapping[str, int]:
+        return {}
+
+    def _start(self) -> None:
+        argv = [sys.executable, "-m", "tests.gateway.fake_engine", str(self.port)]
+        self._process = subprocess.Popen(argv, cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline_s = time.monotonic() + 15
+        while not self._listens():
+            assert time.monotonic() < deadline_s, "the fake engine does not listen"
+            time.sleep(0.05)
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Literal
 
+from launcher.operate.gateway.replies import DEGRADED
 from tests.gateway.stack import CLIENT_KEY
 
 Outcome = Literal["whole", "told", "refused", "cut", "lost"]
@@ -28,6 +30,27 @@ class Tally:
     first_byte_s: list[float] = field(default_factory=list)
     not_openai: list[str] = field(default_factory=list)
     """Refusals that are no errors of the API."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Their codes."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why the service could not serve, in its own words."""
+    not_degraded: list[str] = field(default_factory=list)
+    """Refusals of a service that cannot serve which do not say so, or not why."""
+
+    def refused(self, status: int, body: bytes) -> Outcome:
+        """Note a refusal, and return what it counts as."""
+        try:
+            document = json.loads(body)
+            self.refusals[f"{status} {document['error']['code']}"] += 1
+        except (ValueError, LookupError, TypeError):
+            self.not_openai.append(f"{status}: {body[:200]!r}")
+            return "lost"
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            if document.get("status") == DEGRADED and document.get("reason"):
+                self.reasons[document["reason"]] += 1
+            else:
+                self.not_degraded.append(f"{status}: {body[:200]!r}")
+        return "refused"
 
 
 async def streams(
@@ -77,19 +100,10 @@ async def _asked(port: int, body: bytes, path: str, tally: Tally, key: str) -> O
         status = int(head.split(" ")[1])
         tally.statuses[status] += 1
         if status != 200:
-            return _refused(status, await reader.read(), tally)
+            return tally.refused(status, await reader.read())
         return await _ending(reader)
     finally:
         writer.close()
-
-
-def _refused(status: int, body: bytes, tally: Tally) -> Outcome:
-    try:
-        json.loads(body)["error"]["code"]
-    except (ValueError, LookupError, TypeError):
-        tally.not_openai.append(f"{status}: {body[:200]!r}")
-        return "lost"
-    return "refused"
 
 
 async def _ending(reader: asyncio.StreamReader) -> Outcome:

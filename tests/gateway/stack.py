@@ -23,6 +23,7 @@ from launcher.state import CHECKOUT
 INTERNAL_KEY = "the-service-s-own-key"
 CLIENT_KEY = "a-client-s-key"
 LIMITED_KEY = "a-limited-key"
+PARTS = ("edge", "relay")
 KEYS = (
     Key.of("client", CLIENT_KEY),
     Key.of("limited", LIMITED_KEY, requests_per_minute=30, concurrency=2),
@@ -62,13 +63,15 @@ class Stack:
     relay_settings: Mapping[str, object] = field(default_factory=dict)
     edge_settings: Mapping[str, object] = field(default_factory=dict)
     internal_key: str = INTERNAL_KEY
+    state_dir: Path | None = None
+    """Where a keeper writes; None: a folder of its own."""
 
     def __post_init__(self) -> None:
         self.port, self.relay_port, self.metrics_port = free_port(), free_port(), free_port()
         self.edge_metrics_port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.state_dir = self.folder / "shared"
-        self.state_dir.mkdir(parents=True, exist_ok=True)
+        self.shared_dir = self.state_dir or self.folder / "shared"
+        self.shared_dir.mkdir(parents=True, exist_ok=True)
         self.keys_file = self.folder / "keys.map"
         self.log_file = self.folder / "edge.log"
         self.relay_log_file = self.folder / "relay.log"
@@ -82,7 +85,7 @@ class Stack:
             "port": self.relay_port,
             "metrics_port": self.metrics_port,
             "api_key_file": self.folder / "api_key",
-            "state_dir": self.state_dir,
+            "state_dir": self.shared_dir,
             "max_request_bytes": 1 << 20,
             "max_body_bytes": 8 << 20,
             "max_in_flight": 300,
@@ -120,18 +123,18 @@ class Stack:
                 process.kill()
                 process.wait()
 
-    def start_relay(self) -> None:
-        """Start the relay and wait until it answers."""
+    def start_relay(self, log_file: Path | None = None) -> None:
+        """Start the relay, with its log in another file than its own if one is given, and wait until it listens."""
         argv = [str(python()), "-m", "launcher.operate", "gateway", str(self.folder / "relay.json")]
         environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONDONTWRITEBYTECODE": "1"}
-        with self.relay_log_file.open("ab") as log:
+        with (log_file or self.relay_log_file).open("ab") as log:
             self.relay = subprocess.Popen(argv, env=environment, cwd=self.folder, stdout=log, stderr=log)
         self._wait_for(self.relay_port, self.relay, self.relay_log_file)
 
-    def start_edge(self) -> None:
-        """Start the edge and wait until it answers."""
+    def start_edge(self, log_file: Path | None = None) -> None:
+        """Start the edge, with its log in another file than its own if one is given, and wait until it listens."""
         argv = ["haproxy", "-W", "-db", "-f", str(self.folder / "haproxy.cfg")]
-        with self.log_file.open("ab") as log:
+        with (log_file or self.log_file).open("ab") as log:
             self.edge = subprocess.Popen(argv, stdout=log, stderr=log)
         self._wait_for(self.port, self.edge, self.log_file)
 
@@ -140,6 +143,11 @@ class Stack:
         for child in psutil.Process(self.edge.pid).children():
             child.kill()
         self.edge.wait(10)
+
+    def kill_relay(self) -> None:
+        """Kill the relay."""
+        self.relay.kill()
+        self.relay.wait(10)
 
     def reload(self) -> None:
         """Let the edge read its files again."""
@@ -155,10 +163,11 @@ class Stack:
             assert time.monotonic() < deadline_s, "it did not come true in time"
             time.sleep(0.02)
 
-    def rss_bytes(self) -> tuple[int, int]:
-        """Return the resident memory of the edge's workers together, and of the relay."""
+    def rss_bytes(self) -> dict[str, int]:
+        """Return the resident memory of the edge's workers together, and of the relay, by the names of `PARTS`."""
         workers = psutil.Process(self.edge.pid).children()
-        return sum(one.memory_info().rss for one in workers), psutil.Process(self.relay.pid).memory_info().rss
+        relay = psutil.Process(self.relay.pid)
+        return {"edge": sum(one.memory_info().rss for one in workers), "relay": relay.memory_info().rss}
 
     def client(self, key: str | None = CLIENT_KEY, timeout_s: float = 20.0) -> httpx.Client:
         """Return a client with a key."""

@@ -18,7 +18,7 @@ RESPONSES = "/v1/responses"
 
 
 def write(gateway: Stack, **status: Any) -> None:
-    StateFile(gateway.state_dir).change(lambda before: ServiceStatus(**status))
+    StateFile(gateway.shared_dir).change(lambda before: ServiceStatus(**status))
 
 
 def events(text: str) -> list[str]:
