@@ -1,4 +1,4 @@
-"""README's tables of what speculation and prefix caching do to tool calls, from headline.json and prefix_probe.json."""
+"""What speculation and prefix caching do to tool calls, as tables: headline.json and prefix_probe.json."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from launcher.prepare import Options, shipped_and_own
 from launcher.profile import load_model
 from launcher.survey import pinned_versions
 from launcher.views import fixes_markdown, profiles_markdown
-from tests.launcher import fit_boots_table
+from tests.launcher import fit_boots_table, headline_table, packed_attention_table
 from tests.launcher.proof import attention_markdown, proof_markdown, speed_markdown
 from tests.launcher.turboquant_speed import end_to_end_markdown, prefill_markdown
 
 README = Path(__file__).parents[2] / "README.md"
 GPU_README = README.parent / "tests/gpu/README.md"
 RESULTS = README.parent / "tests/gpu/results"
-FIT_BOOTS = RESULTS / "fit_boots.json"
+NOT_MEASURED = "Not measured yet."
 
 
 def tables() -> dict[str, str]:
@@ -41,16 +41,18 @@ def tables() -> dict[str, str]:
 def gpu_tables() -> dict[str, str]:
     """Return the tables of what was measured on a GPU, from the result files."""
     return {
-        "fit_boots": fit_boots_table.markdown(json.loads(FIT_BOOTS.read_text(encoding="utf-8"))),
-        "prefill_speed": prefill_markdown(_measured("prefill_speed.json")),
-        "end_to_end": end_to_end_markdown(_measured("end_to_end.json")),
+        "fit_boots": _measured("fit_boots", fit_boots_table.markdown),
+        "headline": _measured("headline", headline_table.markdown),
+        "prefix_probe": _measured("prefix_probe", headline_table.probe_markdown),
+        "attention_speed": _measured("attention_speed", packed_attention_table.markdown),
+        "prefill_speed": _measured("prefill_speed", prefill_markdown),
+        "end_to_end": _measured("end_to_end", end_to_end_markdown),
     }
 
 
-def _measured(name: str) -> Any:
-    """Return a result file's content; None before the first run."""
-    path = RESULTS / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+def _measured(name: str, markdown: Callable[[Mapping[str, Any]], str]) -> str:
+    path = RESULTS / f"{name}.json"
+    return markdown(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else NOT_MEASURED
 
 
 def with_tables(text: str, named: Mapping[str, str]) -> str:

@@ -16,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 import agents
 import headline
 import prefix_probe
+import score_in_vllm
 import served as serving
+from reference_rows import prompt_and_reply
 from served import Bench, Died, Server, Setup, arguments_of, environment, parsed_metrics
 
 from launcher.measure.replies import Share
@@ -25,6 +27,7 @@ from tests.launcher.fake_model import Asked, Said, served
 
 Entry = dict[str, Any]
 Spoil = Callable[[Setup, Said, Asked], Said]
+LONGEST_PREFIX = max(prefix_probe.PREFIX_TOKENS)
 FULL = {"cudagraph_mode": "FULL_DECODE_ONLY", "attention_backends": ["TURBOQUANT"]}
 
 
@@ -236,6 +239,56 @@ def test_a_conversation_shares_its_beginning_and_carries_the_right_calls() -> No
         assert after.tools == before.tools
         (call,) = before.calls
         assert after.messages[len(before.messages)]["tool_calls"][0]["function"]["name"] == call.name
+
+
+def scored(tmp_path: Path, *arguments: str, spoil: Spoil = lambda setup, said, asked: said) -> tuple[int, Entry]:
+    """Score a stand-in in a few requests of the held-out set; return the exit status and the cases."""
+    results = tmp_path / "score.json"
+    options = ["--results", str(results), "--work", str(tmp_path), "--every", "57", *arguments]
+    return score_in_vllm.main(options, serve(spoil)), read(results)["cases"]
+
+
+def test_a_score_counts_replies_as_a_client_receives_them(tmp_path: Path) -> None:
+    found, cases = scored(tmp_path, "--case", "plain")
+    assert found == 0
+    assert cases["plain"]["right"] == {"right": 20, "total": 20}
+    assert {"single", "chain", "needle"} <= set(cases["plain"]["by_kind"])
+
+
+def test_wrong_replies_fail_a_score_and_are_kept(tmp_path: Path) -> None:
+    def spoil(setup: Setup, said: Said, asked: Asked) -> Said:
+        return replace(said, text="123456") if said.text.isdigit() else said
+
+    found, cases = scored(tmp_path, "--case", "plain", spoil=spoil)
+    assert found == 1
+    assert cases["plain"]["right"] == {"right": 18, "total": 20}
+    assert [one["kind"] for one in cases["plain"]["failures"]] == ["needle", "needle"]
+
+
+@pytest.mark.parametrize(("accepted", "status"), [(18, 1), (19, 0)])
+def test_three_drafts_of_five_are_too_few_for_a_score(
+    accepted: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind = {"vllm:spec_decode_num_drafts_total": 10.0, "vllm:spec_decode_num_accepted_tokens_total": float(accepted)}
+    counted = iter([{}, behind])
+    monkeypatch.setattr(StandIn, "metrics", lambda server: next(counted))
+    found, cases = scored(tmp_path, "--case", "mtp")
+    assert (found, cases["mtp"]["right"]["right"]) == (status, 20)
+
+
+def test_a_score_with_a_plugin_in_the_server_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandIn, "fixes", lambda server: {"none-not-null": ["applied"]})
+    found, cases = scored(tmp_path, "--case", "plain")
+    assert (found, cases["plain"]["error"]) == (1, "fixes reported: none-not-null")
+
+
+def test_the_longest_conversation_and_its_reply_fit_into_the_context() -> None:
+    # The last sentence of a prefix may end behind its length.
+    text = "x" * (LONGEST_PREFIX + 100)
+    for seed in range(100):
+        last = agents.conversation(str(seed), [text])[-1]
+        prompt, _ = prompt_and_reply(last)
+        assert len(prompt) + last.max_tokens <= serving.MAX_MODEL_LEN
 
 
 def test_stock_servers_load_no_plugin_and_fixed_ones_require_the_fix(tmp_path: Path) -> None:

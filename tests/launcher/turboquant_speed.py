@@ -6,14 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MIB = 2**20
-NOT_MEASURED = "Not measured yet."
 BACKENDS = {"fixed": "with the fix", "stock": "vLLM's own"}
 
 
-def prefill_markdown(results: Mapping[str, Any] | None) -> str:
+def prefill_markdown(results: Mapping[str, Any]) -> str:
     """A chunk behind its cached prefix: times, memory and errors of both backends."""
-    if results is None:
-        return NOT_MEASURED
     stock = {_shape(row): row for row in results["rows"] if row["backend"] == "stock"}
     rows = []
     for row in (row for row in results["rows"] if row["backend"] == "fixed"):
@@ -36,10 +33,8 @@ def prefill_markdown(results: Mapping[str, Any] | None) -> str:
     return f"{_host(results['host'])}\n\n{_table(head, rows)}"
 
 
-def end_to_end_markdown(results: Mapping[str, Any] | None) -> str:
+def end_to_end_markdown(results: Mapping[str, Any]) -> str:
     """Decoding behind long contexts: the time of a step, tokens per second and the peak of each engine."""
-    if results is None:
-        return NOT_MEASURED
     done = {name: case for name, case in results["cases"].items() if "error" not in case}
     contexts = sorted({answer["context"] for case in done.values() for answer in case["answers"]})
     rows = []
