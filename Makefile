@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 GRAFT := $(VENV)/bin/graft
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+PARALLEL := --numprocesses logical
 OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(MODEL),--model '$(MODEL)')
 
 .DEFAULT_GOAL := help
@@ -110,19 +111,20 @@ check: install-dev ## Lint, types and the fast tests
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest --numprocesses logical --dist worksteal tests/launcher
+	$(VENV)/bin/python -m pytest $(PARALLEL) --dist worksteal tests/launcher
 
 test: install-dev ## All tests that this machine can run; the others skip by name
 	$(GRAFT) engine install engine
 	$(GRAFT) engine install vllm-0.33
 	@$(MAKE) --no-print-directory check
-	$(VENV)/bin/python -m pytest tests/patches tests/kernels tests/monitoring tests/gateway tests/engine tests/compose
+	$(VENV)/bin/python -m pytest $(PARALLEL) --dist loadgroup tests/patches tests/kernels
+	$(VENV)/bin/python -m pytest tests/monitoring tests/gateway tests/engine tests/compose
 
 drill: install-dev ## Drill gateway and watchdog at length: parts killed, attacks, 200 streams, memory (needs haproxy)
 	$(GRAFT) engine install engine
 	$(VENV)/bin/python -m tests.gateway.drill --out tests/gateway/results/drill.json
-	GRAFT_DRILL_RESULTS=tests/engine/results/watchdog.json $(VENV)/bin/python -m pytest \
-		tests/engine/test_watchdog_drills.py tests/engine/watchdog_long.py
+	GRAFT_DRILL_RESULTS=tests/engine/results $(VENV)/bin/python -m pytest \
+		tests/engine/test_fault_drills.py tests/engine/long_drills.py
 
 generated: install-dev ## Write again what follows from the code: schemas, golden files, README's tables
 	@$(GRAFT) schema profile > profiles/schema/profile.schema.json
