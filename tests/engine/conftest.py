@@ -13,10 +13,10 @@ from launcher.images.pins import load_pins
 from launcher.plan import Plan
 from launcher.planner import Inputs, make
 from launcher.prepare import model_on_disk, models_dir
-from launcher.profile import load_model, load_profile
+from launcher.profile import Profile, load_model, load_profile
 from launcher.ready import Event, LogLine, follow
 from launcher.runtime.host import HostService, start
-from launcher.service_files import write
+from launcher.service_files import store_secret, write
 from launcher.state import ServiceState
 from launcher.weights.fetch import ensure_model
 
@@ -35,8 +35,9 @@ class Bench:
     folder: Path
     model_dir: Path
 
-    def plan(self, *extra_args: str) -> Plan:
-        profile = load_profile("cpu")
+    def plan(self, *extra_args: str, profile: Profile | None = None) -> Plan:
+        """Args: profile: in place of the shipped one."""
+        profile = profile or load_profile("cpu")
         serve = profile.serve.model_copy(update={"port": free_port(), "extra_args": extra_args})
         profile = profile.model_copy(update={"serve": serve})
         model = load_model(profile.model)
@@ -44,9 +45,11 @@ class Bench:
         pin = load_pins().of(profile.vllm)
         return make(Inputs(profile=profile, model=model, pin=pin, config=config, weights=weights)).plan
 
-    def start(self, name: str, plan: Plan) -> HostService:
+    def start(self, name: str, plan: Plan, api_key: str | None = None) -> HostService:
         state = ServiceState(self.folder / name)
         state.root.mkdir(parents=True)
+        if api_key is not None:
+            store_secret(state, "api_key", api_key)
         write(state.root, {name: text.encode() for name, text in render.run(plan).items()})
         return start(plan, self.model_dir, state, ENGINE.vllm)
 

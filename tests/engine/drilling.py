@@ -1,14 +1,12 @@
-"""A real engine under load whose faults are drilled, and what each drill took."""
+"""A real engine under keeper and watchdog, behind a real gateway and under load, whose faults are drilled."""
 
 import json
 import os
-import platform
 import resource
-import threading
+import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,65 +14,78 @@ import httpx
 import psutil
 import pytest
 
-from launcher import render
-from launcher.engine_env import ENGINE
+from launcher.gateway.choices import gateway_of
+from launcher.gateway.keys import new_secret
 from launcher.operate.events import FILE_NAME
+from launcher.operate.gateway.settings import Settings
 from launcher.operate.service_state import ServiceStatus, StateFile
 from launcher.plan import Plan
-from launcher.profile import Watch
+from launcher.profile import Profile, Watch, load_profile
 from launcher.ready import follow
 from launcher.runtime import host
-from launcher.service_files import write
 from launcher.state import ServiceState
 from tests.engine.conftest import Bench
+from tests.gateway import stack
+from tests.gateway.drilling import CHAT, Drill, Step
+from tests.gateway.stack import Stack
 
 RESULTS_ENV = "GRAFT_DRILL_RESULTS"
-"""A file that the recovery times are added to."""
-RECOVERS_S = 240
-LOADERS = 3
-WATCH = Watch(every_s=3, strikes=3, idle_probe_s=5)
+"""A folder that the reports are written to."""
+WATCH = Watch(every_s=3, strikes=3, idle_probe_s=5, restarts=20)
+STARTS_S = 240.0
 
 
-@dataclass
-class Load:
-    """Clients that ask one question after the other and count what came of it."""
+@dataclass(frozen=True)
+class Shape:
+    """How large a drill is."""
 
-    base_url: str
-    model: str
-    answered: int = 0
-    failed: int = 0
-    is_over: threading.Event = field(default_factory=threading.Event)
+    result: str
+    """Name of its report's file."""
+    streams: int
+    at_once: int
+    """Requests that the engine serves at once; the others wait."""
+    header_timeout_s: int
+    """Connections that say nothing are given up after so long."""
+    hold_s: float
+    """How long slow readers do not read."""
 
-    def start(self) -> None:
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(LOADERS)]
-        for thread in self._threads:
-            thread.start()
+
+class KeptEngine:
+    """vLLM as the host runtime starts it: the `Engine` of a drill."""
+
+    def __init__(self, state: ServiceState, plan: Plan, base_url: str) -> None:
+        self.state, self.plan, self.base_url = state, plan, base_url
+        self.name = f"vLLM {plan.vllm} with {plan.model} on the CPU, under keeper and watchdog"
+
+    def stream(self, count: int) -> Mapping[str, object]:
+        return {**self._body("Count from one to a hundred."), "max_tokens": 16, "ignore_eos": True}
+
+    def short(self) -> Mapping[str, object]:
+        return {**self._body("1"), "max_tokens": 1}
+
+    def long(self) -> Mapping[str, object]:
+        return {**self._body("Count from one to a million."), "max_tokens": 3000, "ignore_eos": True}
+
+    def kill(self) -> None:
+        self.is_replaced(self.child("EngineCore").kill)
 
     def stop(self) -> None:
-        self.is_over.set()
-        for thread in self._threads:
-            thread.join()
+        self.is_replaced(self._stop)
 
-    def _ask(self, number: int) -> None:
-        body = {"model": self.model, "prompt": f"Client {number} counts: 1, 2, 3,", "max_tokens": 32}
-        while not self.is_over.is_set():
-            try:
-                answer = httpx.post(f"{self.base_url}/v1/completions", json=body, timeout=15, trust_env=False)
-                answer.raise_for_status()
-                self.answered += 1
-            except httpx.HTTPError:
-                self.failed += 1
-                self.is_over.wait(0.2)
+    def rss_bytes(self) -> Mapping[str, int]:
+        dog = self.child("launcher.operate watch")
+        return {"keeper": self.keeper.memory_info().rss, "watchdog": dog.memory_info().rss}
 
+    def starve(self, gateway: Stack) -> str:
+        """Let no process of the engine have more memory than it has: the next request that needs some fails."""
+        self.is_replaced(lambda: self._starve(gateway))
+        return "a limit on its address space, and a long prompt"
 
-@dataclass
-class Drill:
-    """A service under load, and what its drills took."""
-
-    state: ServiceState
-    plan: Plan
-    load: Load
-    took_s: dict[str, dict[str, float | int]] = field(default_factory=dict)
+    def is_replaced(self, fault: Callable[[], None]) -> None:
+        """Cause a fault, and wait until another engine is started."""
+        before = self.status.engine_pid
+        fault()
+        self.wait_for(lambda: self.status.engine_pid not in (before, None))
 
     @property
     def file(self) -> StateFile:
@@ -83,15 +94,6 @@ class Drill:
     @property
     def status(self) -> ServiceStatus:
         return self.file.read()
-
-    @property
-    def restarts(self) -> int:
-        assert self.plan.watch is not None
-        return self.plan.watch.restarts
-
-    def keeper_lives(self) -> bool:
-        found = host.find(self.state)
-        return found is not None and found.state().is_alive
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -104,93 +106,106 @@ class Drill:
         assert found is not None
         return psutil.Process(found.record.pid)
 
+    def keeper_lives(self) -> bool:
+        found = host.find(self.state)
+        return found is not None and found.state().is_alive
+
     def child(self, part: str) -> psutil.Process:
-        """Return the process of the service whose command line holds a word."""
+        """Return the process of the service whose command line holds a word.
+
+        Raises:
+            LookupError: there is none.
+        """
         for process in self.keeper.children(recursive=True):
             if part in " ".join(process.cmdline()):
                 return process
-        raise AssertionError(f"no process {part}")
+        raise LookupError(f"no process {part}")
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = RECOVERS_S) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = STARTS_S) -> None:
         deadline_s = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline_s, (self.status, self.events[-6:])
             time.sleep(0.1)
 
-    def answers(self) -> None:
-        """Wait until the load is answered."""
-        before = self.load.answered
-        self.wait_for(lambda: self.load.answered > before)
+    def _body(self, text: str) -> dict[str, object]:
+        messages = [{"role": "user", "content": text}]
+        return {"model": self.plan.served_name, "messages": messages, "temperature": 0, "stream": True}
 
-    def recovers(self, name: str, fault: Callable[[], None]) -> list[dict[str, Any]]:
-        """Cause a fault, wait until the load is answered by another engine, and return the events of the fault."""
-        self.answers()
-        pid, told, failed = self.status.engine_pid, len(self.events), self.load.failed
-        begun_s = time.monotonic()
-        fault()
-        self.wait_for(lambda: self.status.engine_pid not in (pid, None))
-        started_s = time.monotonic() - begun_s
-        self.wait_for(lambda: self.status.phase == "serving")
-        self.answers()
-        self.took_s[name] = {
-            "until_started_again_s": round(started_s, 1),
-            "until_answered_s": round(time.monotonic() - begun_s, 1),
-            "requests_failed": self.load.failed - failed,
-        }
-        return self.events[told:]
+    def _stop(self) -> None:
+        core = self.child("EngineCore")
+        core.send_signal(signal.SIGSTOP)
+        for child in core.children(recursive=True):
+            child.send_signal(signal.SIGSTOP)
+        health = httpx.get(f"{self.base_url}/health", timeout=5, trust_env=False)
+        assert health.is_success, "a stopped engine's /health says 200: that is what makes it hard to find"
 
-    def starve(self) -> None:
-        """Let no process of the engine have more memory than it has: the next request that needs some fails."""
+    def _starve(self, gateway: Stack) -> None:
         for process in (self.child("EngineCore"), self.child("Worker")):
             process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms, process.memory_info().vms))
-        long = {"model": self.load.model, "prompt": "word " * 3000, "max_tokens": 8}
-        for _ in range(3):
-            try:
-                httpx.post(f"{self.load.base_url}/v1/completions", json=long, timeout=20, trust_env=False)
-            except httpx.HTTPError:
-                return
+        long = {**self._body("word " * 3000), "stream": False, "max_tokens": 8}
+        with gateway.client() as client:
+            for _ in range(3):
+                try:
+                    if not client.post(CHAT, json=long).is_success:
+                        return
+                except httpx.TimeoutException:
+                    return
+
+
+def profile_of(shape: Shape) -> Profile:
+    """Return the shipped CPU profile, watched in a hurry."""
+    shipped = load_profile("cpu")
+    serve = shipped.serve.model_copy(update={"max_num_seqs": shape.at_once})
+    return shipped.model_copy(update={"name": "drill", "serve": serve, "watch": WATCH})
 
 
 @pytest.fixture(scope="module")
-def drill(bench: Bench) -> Iterator[Drill]:
-    profile_name = "drill"
-    plan = bench.plan().model_copy(update={"profile": profile_name})
-    assert plan.watch is not None
-    quick = {"every_s": WATCH.every_s, "strikes": WATCH.strikes, "idle_probe_s": WATCH.idle_probe_s, "restarts": 20}
-    plan = plan.model_copy(update={"watch": plan.watch.model_copy(update=quick)})
-    state = ServiceState(bench.folder / profile_name)
-    state.root.mkdir(parents=True)
-    write(state.root, {name: text.encode() for name, text in render.run(plan).items()})
-    started = host.start(plan, bench.model_dir, state, ENGINE.vllm)
-    load = Load(started.base_url, plan.served_name)
-    drill = Drill(state, plan, load)
+def engine(bench: Bench, shape: Shape) -> Iterator[KeptEngine]:
+    if (lacking := stack.lacking()) is not None:
+        pytest.skip(lacking)
+    plan = bench.plan(profile=profile_of(shape))
+    key = new_secret()
+    started = bench.start(plan.profile, plan, api_key=key)
     try:
-        list(follow(started, plan.served_name))
-        load.start()
-        yield drill
+        list(follow(started, plan.served_name, api_key=key))
+        yield KeptEngine(ServiceState(bench.folder / plan.profile), plan, started.base_url)
     finally:
-        load.stop()
         started.stop()
-        _report(drill)
 
 
-def _report(drill: Drill) -> None:
-    if not os.environ.get(RESULTS_ENV) or not drill.took_s:
-        return
-    file = Path(os.environ[RESULTS_ENV])
-    # The long ones have a server of their own.
-    before = json.loads(file.read_text(encoding="utf-8"))["drills"] if file.is_file() else {}
-    document = {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}, Linux {platform.release()}",
-        "vllm": drill.plan.vllm,
-        "model": drill.plan.model,
-        "load": f"{LOADERS} clients, 32 tokens each",
-        "watch": {"every_s": WATCH.every_s, "strikes": WATCH.strikes, "idle_probe_s": WATCH.idle_probe_s},
-        "drills": {**before, **drill.took_s},
+@pytest.fixture(scope="module")
+def drill(engine: KeptEngine, shape: Shape, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
+    # With Docker the plan of the same profile has it.
+    planned = gateway_of(profile_of(shape), "docker", shape.at_once)
+    assert planned is not None
+    relay_settings = {
+        "max_waiting": planned.max_waiting,
+        "max_in_flight": planned.max_in_flight,
+        "poll_interval_s": Settings.model_fields["poll_interval_s"].default,
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    gateway = Stack(
+        tmp_path_factory.mktemp("gateway"),
+        engine.plan.port,
+        relay_settings,
+        edge_settings={"header_timeout_s": shape.header_timeout_s},
+        internal_key=(engine.state.secrets_dir / "api_key").read_text(encoding="utf-8"),
+        state_dir=engine.state.operate_dir,
+    )
+    with gateway:
+        with Drill(gateway, engine, shape.streams, shape.hold_s) as drill:
+            yield drill
+        if os.environ.get(RESULTS_ENV):
+            file = Path(os.environ[RESULTS_ENV]) / shape.result
+            file.write_text(json.dumps(drill.judged().document(), indent=1) + "\n", encoding="utf-8")
+
+
+def recovers(drill: Drill, engine: KeptEngine, step: Step) -> list[dict[str, Any]]:
+    """Take a step, and return what keeper and watchdog tell of it once the engine serves again."""
+    drill.answers()
+    told = len(engine.events)
+    assert drill.take(step).recovery_s is not None
+    engine.wait_for(lambda: engine.status.phase == "serving")
+    return engine.events[told:]
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:

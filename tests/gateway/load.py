@@ -28,6 +28,7 @@ class Tally:
     cut_at_s: list[float] = field(default_factory=list)
     whole_at_s: list[float] = field(default_factory=list)
     first_byte_s: list[float] = field(default_factory=list)
+    """Of streams that began."""
     not_openai: list[str] = field(default_factory=list)
     """Refusals that are no errors of the API."""
     refusals: Counter[str] = field(default_factory=Counter)
@@ -96,11 +97,12 @@ async def _asked(port: int, body: bytes, path: str, tally: Tally, key: str) -> O
             + body
         )
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        tally.first_byte_s.append(time.monotonic() - begun_s)
+        first_byte_s = time.monotonic() - begun_s
         status = int(head.split(" ")[1])
         tally.statuses[status] += 1
         if status != 200:
             return tally.refused(status, await reader.read())
+        tally.first_byte_s.append(first_byte_s)
         return await _ending(reader)
     finally:
         writer.close()
