@@ -1,9 +1,10 @@
 """The needle ladder: longer and longer texts with one number in each, until one is not found."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from launcher.ask import AskFailed, Unreachable
 from launcher.measure import judge
@@ -148,17 +149,24 @@ class _Sizer:
     def task(self, tokens: int, depth: float) -> tuple[Task, int]:
         """Return a question whose prompt has at most so many tokens and little less, and how many it has."""
         best: tuple[Task, int] | None = None
-        aim = tokens * (1 + CLOSE_ENOUGH) / 2
+        aim = max(1.0, tokens * (1 + CLOSE_ENOUGH) / 2 - self._frame_tokens)
         state = self.rng.getstate()
-        for _ in range(_TRIES):
+        for tried in itertools.count(1):
             self.rng.setstate(state)
-            task = needle(self.rng, max(1, round(aim * self.chars_a_token)), depth)
+            chars = max(1, round(aim * self.chars_a_token))
+            task = needle(self.rng, chars, depth)
             counted = self.target.count_tokens(task)
-            self.chars_a_token *= aim / counted
             if counted <= tokens and (best is None or counted > best[1]):
                 best = task, counted
-            if CLOSE_ENOUGH * tokens <= counted <= tokens:
+            # A text is of whole sentences: where none comes close, one that fits is enough.
+            if CLOSE_ENOUGH * tokens <= counted <= tokens or (tried >= _TRIES and (best or chars == 1)):
                 break
+            self.chars_a_token *= aim / max(1, counted - self._frame_tokens)
         if best is None:
             raise AskFailed(f"{self.target.connection.base_url}: no text of {tokens} tokens could be made")
         return best
+
+    @cached_property
+    def _frame_tokens(self) -> int:
+        """Tokens of a prompt with hardly any text: the chat template's, and those of the question."""
+        return self.target.count_tokens(needle(random.Random(0), 1, 0.0))

@@ -1,6 +1,7 @@
 """`graft verify` against a stand-in that does what it is told, and against ones that are broken in one way each."""
 
 import json
+import random
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 
 from launcher import cli
-from launcher.ask import Connection, Unreachable
+from launcher.ask import Answer, AskFailed, Connection, ServedModel, Unreachable
+from launcher.measure import ladder
+from launcher.measure.dialogues import Task
 from launcher.measure.replies import Share, lower_bound, needed_without_failure
-from launcher.measure.target import target_of
+from launcher.measure.target import Target, ToolChoice, target_of
 from launcher.measure.verdict import Check, Skipped
 from launcher.measure.verify import Settings, VerifyReport, quick, verify
 from tests.launcher.fake_model import Asked, Said, served
@@ -140,6 +143,27 @@ def test_the_ladder_stops_at_its_first_miss_and_tells_what_holds() -> None:
     assert max(cell.step_tokens for cell in report.needles.cells) == 2048
     assert "It holds up to 1,024 tokens; first miss at " in check(report, "needles").said
     assert all(0.97 * one.step_tokens <= one.prompt_tokens <= one.step_tokens for one in report.needles.cells)
+
+
+class Bytes(Target):
+    """Counts a prompt as a tokenizer of single bytes does, where one sentence is much of a short text."""
+
+    def count_tokens(self, task: Task) -> int:
+        return 40 + len(task.messages[0]["content"])
+
+    def ask(self, task: Task, *, stream: bool = False, tool_choice: ToolChoice = "auto") -> Answer:
+        raise AskFailed("of no matter here")
+
+
+def test_a_text_of_every_length_is_found_for_a_tokenizer_of_bytes_too() -> None:
+    with Connection("http://127.0.0.1:1") as connection:
+        target = Bytes(connection, ServedModel("bytes", None, "vllm"))
+        for seed in range(30):
+            for length in (300, 512):
+                found = ladder.climb(
+                    target, random.Random(seed), 2048, lengths=(length,), depths=(0.0,), on_done=lambda *_: None
+                )
+                assert 0.75 * length < found.cells[0].prompt_tokens <= length
 
 
 def test_a_reply_that_differs_from_the_reference_where_that_is_sure_is_wrong() -> None:
