@@ -117,7 +117,7 @@ test: install-dev ## All tests that this machine can run; the others skip by nam
 	$(GRAFT) engine install engine
 	$(GRAFT) engine install vllm-0.33
 	@$(MAKE) --no-print-directory check
-	$(VENV)/bin/python -m pytest $(PARALLEL) --dist loadgroup tests/patches tests/kernels
+	$(VENV)/bin/python -m pytest $(PARALLEL) --dist loadfile tests/patches tests/kernels
 	$(VENV)/bin/python -m pytest tests/monitoring tests/gateway tests/engine tests/compose
 
 drill: install-dev ## Drill gateway and watchdog at length: parts killed, attacks, 200 streams, memory (needs haproxy)

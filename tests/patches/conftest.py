@@ -39,13 +39,7 @@ def _environment(vllm: str, folder: str) -> Environment:
 ENVIRONMENTS = (_environment("0.32.0", ".venv-engine"), _environment("0.33.0", ".venv-vllm-0.33"))
 
 
-def _alone(environment: Environment) -> Any:
-    # One process runs all that an environment is asked, since what it takes seconds to find is kept there.
-    name = f"vllm-{environment.vllm}"
-    return pytest.param(environment, id=name, marks=pytest.mark.xdist_group(name))
-
-
-@pytest.fixture(scope="session", params=[_alone(environment) for environment in ENVIRONMENTS])
+@pytest.fixture(scope="session", params=ENVIRONMENTS, ids=lambda environment: f"vllm-{environment.vllm}")
 def environment(request: pytest.FixtureRequest) -> Environment:
     """One of the environments with vLLM; its tests are skipped, by name, where it is absent."""
     found: Environment = request.param
