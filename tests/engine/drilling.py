@@ -31,7 +31,6 @@ from tests.gateway.stack import Stack
 
 RESULTS_ENV = "GRAFT_DRILL_RESULTS"
 """A folder that the reports are written to."""
-WATCH = Watch(every_s=3, strikes=3, idle_probe_s=5, restarts=20)
 STARTS_S = 240.0
 
 
@@ -44,6 +43,9 @@ class Shape:
     streams: int
     at_once: int
     """Requests that the engine serves at once; the others wait."""
+    kv_cache_gib: int
+    """Each of those at once takes a block of 128 tokens at least, which is 5.6 MiB."""
+    watch: Watch
     header_timeout_s: int
     """Connections that say nothing are given up after so long."""
     hold_s: float
@@ -67,10 +69,10 @@ class KeptEngine:
         return {**self._body("Count from one to a million."), "max_tokens": 3000, "ignore_eos": True}
 
     def kill(self) -> None:
-        self.is_replaced(self.child("EngineCore").kill)
+        self._until_replaced(self.child("EngineCore").kill)
 
     def stop(self) -> None:
-        self.is_replaced(self._stop)
+        self._until_replaced(self._stop)
 
     def rss_bytes(self) -> Mapping[str, int]:
         dog = self.child("launcher.operate watch")
@@ -78,14 +80,8 @@ class KeptEngine:
 
     def starve(self, gateway: Stack) -> str:
         """Let no process of the engine have more memory than it has: the next request that needs some fails."""
-        self.is_replaced(lambda: self._starve(gateway))
+        self._until_replaced(lambda: self._starve(gateway))
         return "a limit on its address space, and a long prompt"
-
-    def is_replaced(self, fault: Callable[[], None]) -> None:
-        """Cause a fault, and wait until another engine is started."""
-        before = self.status.engine_pid
-        fault()
-        self.wait_for(lambda: self.status.engine_pid not in (before, None))
 
     @property
     def file(self) -> StateFile:
@@ -127,6 +123,12 @@ class KeptEngine:
             assert time.monotonic() < deadline_s, (self.status, self.events[-6:])
             time.sleep(0.1)
 
+    def _until_replaced(self, fault: Callable[[], None]) -> None:
+        """Cause a fault, and wait until another engine is started."""
+        before = self.status.engine_pid
+        fault()
+        self.wait_for(lambda: self.status.engine_pid not in (before, None))
+
     def _body(self, text: str) -> dict[str, object]:
         messages = [{"role": "user", "content": text}]
         return {"model": self.plan.served_name, "messages": messages, "temperature": 0, "stream": True}
@@ -153,10 +155,11 @@ class KeptEngine:
 
 
 def profile_of(shape: Shape) -> Profile:
-    """Return the shipped CPU profile, watched in a hurry."""
+    """Return the shipped CPU profile in another size."""
     shipped = load_profile("cpu")
-    serve = shipped.serve.model_copy(update={"max_num_seqs": shape.at_once})
-    return shipped.model_copy(update={"name": "drill", "serve": serve, "watch": WATCH})
+    size = {"max_num_seqs": shape.at_once, "cpu_kv_cache_gib": shape.kv_cache_gib}
+    serve = shipped.serve.model_copy(update=size)
+    return shipped.model_copy(update={"name": "drill", "serve": serve, "watch": shape.watch})
 
 
 @pytest.fixture(scope="module")

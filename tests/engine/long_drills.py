@@ -9,6 +9,7 @@ import time
 import pytest
 
 from launcher import service
+from launcher.profile import Watch
 from tests.engine.drilling import KeptEngine, Shape, drill, engine, kinds
 from tests.gateway import steps
 from tests.gateway.drilling import Drill
@@ -22,7 +23,11 @@ MINUTES_ENV = "GRAFT_DRILL_MINUTES"
 
 @pytest.fixture(scope="module")
 def shape() -> Shape:
-    return Shape("long_drills.json", streams=200, at_once=200, header_timeout_s=10, hold_s=20.0)
+    # A step of so many takes seconds on a CPU.
+    watch = Watch(every_s=10, strikes=3, idle_probe_s=20, restarts=20)
+    return Shape(
+        "long_drills.json", streams=200, at_once=240, kv_cache_gib=2, watch=watch, header_timeout_s=10, hold_s=20.0
+    )
 
 
 def test_two_hundred_streams_are_served_whatever_is_done(drill: Drill) -> None:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from launcher import service
+from launcher.profile import Watch
 from launcher.runtime import host
 from tests.engine.drilling import KeptEngine, Shape, drill, engine, kinds, recovers
 from tests.gateway import steps
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 @pytest.fixture(scope="module")
 def shape() -> Shape:
-    return Shape("fault_drills.json", streams=6, at_once=4, header_timeout_s=3, hold_s=3.0)
+    watch = Watch(every_s=3, strikes=3, idle_probe_s=5, restarts=20)
+    return Shape("fault_drills.json", streams=6, at_once=4, kv_cache_gib=1, watch=watch, header_timeout_s=3, hold_s=3.0)
 
 
 def test_an_engine_core_that_is_killed_is_replaced(drill: Drill, engine: KeptEngine) -> None:

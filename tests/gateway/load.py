@@ -16,7 +16,7 @@ Outcome = Literal["whole", "told", "refused", "cut", "lost"]
 """whole: to its `[DONE]`. told: ended by an error event. refused: an error of the API instead of an answer.
 cut: the connection broke, which a client sees. lost: none of them, an end without a word or none at all."""
 HANG_S = 60.0
-RETRY_S = 0.5
+RETRY_S = 2.0
 
 
 @dataclass
