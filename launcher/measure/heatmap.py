@@ -1,5 +1,6 @@
 """The picture of a needle ladder: depth over length, one field for each question. Pure."""
 
+import textwrap
 from dataclasses import dataclass
 
 import jinja2
@@ -8,7 +9,9 @@ from launcher.measure.ladder import Cell, Ladder
 
 FOUND, MISSED, UNASKED = "#009E73", "#D55E00", "#DDDDDD"
 """Of the palette of Okabe and Ito, which colour-blind readers can tell apart; the fields also carry a word."""
-_WIDTH, _HEIGHT, _LEFT, _TOP = 92, 34, 80, 70
+_WIDTH, _HEIGHT, _LEFT = 92, 34, 80
+_LINE, _LETTER = 18, 7
+"""Of the summary's text."""
 
 _TEMPLATE = jinja2.Environment(
     autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -19,7 +22,10 @@ height="{{ height }}" font-family="system-ui, sans-serif" font-size="12" role="i
   <title>{{ title }}</title>
   <rect width="100%" height="100%" fill="#FFFFFF"/>
   <text x="16" y="24" font-size="16" font-weight="600">{{ title }}</text>
-  <text x="16" y="44" fill="#444444">{{ summary }}</text>
+  {% for line in summary %}
+  <text x="16" y="{{ line.y }}" fill="#444444">{{ line.text }}</text>
+  {% endfor %}
+  <text x="{{ left + 2 }}" y="{{ top - 26 }}" fill="#444444">tokens of the prompt</text>
   <text x="16" y="{{ top - 8 }}" fill="#444444">depth</text>
   {% for label in columns %}
   <text x="{{ label.x }}" y="{{ top - 8 }}" text-anchor="middle">{{ label.text }}</text>
@@ -62,20 +68,23 @@ def heatmap_svg(ladder: Ladder, title: str) -> str:
     lengths = sorted({cell.step_tokens for cell in ladder.cells})
     depths = sorted({cell.depth for cell in ladder.cells})
     cells = {(cell.step_tokens, cell.depth): cell for cell in ladder.cells}
+    width = max(640, _LEFT + _WIDTH * len(lengths) + 16)
+    lines = textwrap.wrap(summary(ladder), (width - 32) // _LETTER)
+    top = 76 + _LINE * len(lines)
     fields = [
-        _field(column, row, cells.get((length, depth)))
+        _field(column, top + row * _HEIGHT, cells.get((length, depth)))
         for column, length in enumerate(lengths)
         for row, depth in enumerate(depths)
     ]
     columns = [_Label(f"{length:,}", x=_LEFT + column * _WIDTH + _WIDTH // 2) for column, length in enumerate(lengths)]
-    rows = [_Label(f"{depth:.0%}", y=_TOP + row * _HEIGHT + 21) for row, depth in enumerate(depths)]
+    rows = [_Label(f"{depth:.0%}", y=top + row * _HEIGHT + 21) for row, depth in enumerate(depths)]
     return _TEMPLATE.render(
         title=title,
-        summary=summary(ladder),
-        width=max(640, _LEFT + _WIDTH * len(lengths) + 16),
-        height=_TOP + _HEIGHT * len(depths) + 16,
+        summary=[_Label(line, y=46 + number * _LINE) for number, line in enumerate(lines)],
+        width=width,
+        height=top + _HEIGHT * len(depths) + 16,
         left=_LEFT,
-        top=_TOP,
+        top=top,
         columns=columns,
         rows=rows,
         fields=fields,
@@ -96,8 +105,8 @@ def summary(ladder: Ladder) -> str:
     return f"{holds}; first miss at {missed.prompt_tokens:,} tokens, depth {missed.depth:.0%}; {planned}."
 
 
-def _field(column: int, row: int, cell: Cell | None) -> _Field:
-    x, y = _LEFT + column * _WIDTH + 2, _TOP + row * _HEIGHT + 2
+def _field(column: int, row_y: int, cell: Cell | None) -> _Field:
+    x, y = _LEFT + column * _WIDTH + 2, row_y + 2
     if cell is None:
         return _Field(x, y, UNASKED, "#444444", "not asked", "not asked")
     if cell.found:

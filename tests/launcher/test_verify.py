@@ -17,6 +17,8 @@ from launcher import cli
 from launcher.ask import Answer, AskFailed, Connection, ServedModel, Unreachable
 from launcher.measure import ladder
 from launcher.measure.dialogues import Task
+from launcher.measure.heatmap import heatmap_svg
+from launcher.measure.ladder import Cell, Ladder
 from launcher.measure.replies import Share, lower_bound, needed_without_failure
 from launcher.measure.target import Target, ToolChoice, target_of
 from launcher.measure.verdict import Check, Skipped
@@ -143,6 +145,14 @@ def test_the_ladder_stops_at_its_first_miss_and_tells_what_holds() -> None:
     assert max(cell.step_tokens for cell in report.needles.cells) == 2048
     assert "It holds up to 1,024 tokens; first miss at " in check(report, "needles").said
     assert all(0.97 * one.step_tokens <= one.prompt_tokens <= one.step_tokens for one in report.needles.cells)
+
+
+def test_no_text_of_the_picture_is_cut_at_its_edge() -> None:
+    cells = (Cell(512, 505, 0.0, True, None), Cell(1024, 1001, 0.0, False, "got '1', not 2"))
+    picture = ElementTree.fromstring(heatmap_svg(Ladder(9216, 8192, cells, 8192, 512, ()), "Needles"))
+    texts = picture.findall(".//{*}text")
+    assert "of which the model itself recalls 8,192 reliably." in " ".join(str(one.text) for one in texts)
+    assert all(int(one.attrib["x"]) + 7 * len(str(one.text)) <= int(picture.attrib["width"]) for one in texts)
 
 
 class Bytes(Target):
