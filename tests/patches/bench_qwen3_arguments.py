@@ -1,6 +1,7 @@
 """What the fix qwen3-arguments-lost costs: 1 MiB of arguments in deltas of 4 characters, against vLLM's parser.
 
     .venv-vllm-0.33/bin/python -m tests.patches.bench_qwen3_arguments
+    .venv-engine/bin/python -m tests.patches.bench_qwen3_arguments 8192     # 0.32.0's own takes quadratic time
 
 Prints JSON with the CPU seconds of each and their ratio; exit code 1 when the ratio is not below 2.
 """
