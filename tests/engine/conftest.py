@@ -21,6 +21,18 @@ from launcher.state import ServiceState
 from launcher.weights.fetch import ensure_model
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of the shared server first, and what stops it behind them."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        stops = item.get_closest_marker("stops_server") is not None
+        return "server" not in getattr(item, "fixturenames", ()), stops
+
+    mine = [index for index, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    for index, item in zip(mine, sorted((items[index] for index in mine), key=place), strict=True):
+        items[index] = item
+
+
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     if not is_installed(ENGINE):

@@ -116,6 +116,7 @@ def test_an_engine_that_is_killed_while_it_starts_ends_the_start(bench: Bench) -
     assert not engine_processes(service)
 
 
+@pytest.mark.stops_server
 def test_a_stop_ends_every_process_and_frees_the_port(server: Running) -> None:
     assert engine_processes(server.service)
     found = host.find(server.state)
