@@ -8,6 +8,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import platform
 import queue
 import re
 import signal
@@ -134,7 +135,7 @@ def keep(
 
 
 def host(engine: str, model: Path) -> dict[str, str]:
-    """Return the card, the versions and the model."""
+    """Return the card or the processor, the versions and the model."""
     found = {
         "model": name_of(model),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -150,7 +151,17 @@ def host(engine: str, model: Path) -> dict[str, str]:
         query = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
         gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
         found["gpu"], found["compute_capability"] = (part.strip() for part in gpu.split(","))
+    else:
+        found["cpu"] = f"{os.cpu_count()} cores, {_processor()}"
     return found
+
+
+def _processor() -> str:
+    """The processor's name, and which of the instructions for bfloat16 it has."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    name = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    flags = [flag for flag in ("avx512_bf16", "amx_bf16") if re.search(rf"\b{flag}\b", text)]
+    return ", ".join([name[1] if name else platform.machine(), *flags])
 
 
 def name_of(model: Path) -> str:

@@ -26,7 +26,8 @@ SERVED_NAME = "reference"
 VLLM = f"{shlex.quote(sys.executable)} -m vllm.entrypoints.cli.main"
 FIX = "tq-spec-decode"
 DRAFTS = 3
-MAX_MODEL_LEN = 8704
+MAX_MODEL_LEN = 10_240
+"""Holds the longest conversation of agents.py, some 8,900 tokens, and its reply."""
 MAX_SEQS = 8
 CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
 BOOT_TIMEOUT_S = 240.0
@@ -67,7 +68,7 @@ class Bench:
     memory: float = 0.2
     """--gpu-memory-utilization: a share of the card, beside whatever else runs on it."""
     kv_mib: int = 4096
-    """KV pool: given, since memory profiling breaks where another engine starts on the same card."""
+    """KV pool: given, since memory profiling breaks where another engine starts beside it."""
     dummy_weights: bool = False
     """Random weights: replies mean nothing, for trying out the script."""
 
@@ -119,7 +120,7 @@ def arguments_of(setup: Setup, bench: Bench) -> list[str]:
     found = [
         *("--host", "127.0.0.1", "--port", str(bench.port), "--served-model-name", SERVED_NAME),
         *("--seed", "0", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_SEQS)),
-        *("--max-num-batched-tokens", "4128"),
+        *("--max-num-batched-tokens", "4128", "--kv-cache-memory-bytes", str(bench.kv_mib * 2**20)),
         *("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder", "--reasoning-parser", "qwen3"),
         "--enable-prefix-caching" if setup.prefix_caching else "--no-enable-prefix-caching",
     ]
@@ -133,7 +134,6 @@ def arguments_of(setup: Setup, bench: Bench) -> list[str]:
     return [
         *found,
         *("--dtype", "bfloat16", "--gpu-memory-utilization", str(bench.memory)),
-        *("--kv-cache-memory-bytes", str(bench.kv_mib * 2**20)),
         *("--kv-cache-dtype", setup.kv_cache_dtype, "--compilation-config", json.dumps(graphs)),
         *("--additional-config", json.dumps({"gdn_prefill_backend": "triton"}), "--async-scheduling"),
     ]

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -97,6 +98,12 @@ def judged(split: Split, seed: str, dialogues_of_a_kind: int, lengths: Sequence[
     ]
     depths = (0.05, 0.25, 0.5, 0.75, 0.95)
     return tasks + [needles.needle(rng, chars, depth, split) for chars in lengths for depth in depths]
+
+
+@cache
+def held_out() -> tuple[Task, ...]:
+    """Return the whole set that scores are told of: 1,000 requests and 140 needles."""
+    return tuple(judged("held-out", "final", 100, (250, 500, 1000, 2000, 4000, 6000, 8000) * 4))
 
 
 def judged_row(task: Task) -> Row:

@@ -25,7 +25,7 @@ import torch
 from reference_batches import Batch, training_batches
 from reference_config import CONFIG, WEIGHTS, write_files
 from reference_net import Network, Places, Weights, init_weights
-from reference_rows import PROMPT, REPLY, judged
+from reference_rows import PROMPT, REPLY, held_out, judged
 from reference_score import passes, score
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -245,9 +245,8 @@ def train(options: argparse.Namespace) -> None:
 
 def evaluate(network: Network, out: Path, device: str, facts: dict[str, Any]) -> None:
     """Score the exported weights on held-out dialogues and needles, and write evaluation.json."""
-    tasks = judged("held-out", "final", 100, (250, 500, 1000, 2000, 4000, 6000, 8000) * 4)
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        result = score(network, tasks, device)
+        result = score(network, held_out(), device)
     report = {**facts, "torch": torch.__version__, "device": device, **result}
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report), flush=True)
