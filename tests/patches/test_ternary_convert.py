@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +149,35 @@ def test_a_broken_conversion_goes_on_with_the_file_it_was_at(
     assert again == whole
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+MEMORY = """
+import re, sys
+from pathlib import Path
+from vllm_graft.quantization.ternary import convert
+
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+convert.SHARD_BYTES = 1 << 24
+before = peak_kib()
+convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), convert.Options(), lambda event: None)
+print(1024 * (peak_kib() - before))
+"""
+
+
+def test_memory_is_that_of_a_file_however_large_the_model_is(tmp_path: Path) -> None:
+    source = tmp_path / "large"
+    source.mkdir()
+    kinds = ("layers.{}.up_proj.weight", *("layers.{}.embed_tokens.weight",) * 5)
+    tensors = {kinds[number % 6].format(number): torch.ones(2048, 2048) for number in range(18)}
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    command = (sys.executable, "-c", MEMORY, str(source), str(tmp_path / "out"))
+    environ = os.environ | {"PYTHONPATH": str(Path(convert.__file__).parents[3])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
+    model_bytes = (source / "model.safetensors").stat().st_size
+    assert int(done.stdout) < model_bytes / 2, f"{model_bytes} bytes of weights"
 
 
 def test_other_options_do_not_go_on_with_what_was_begun(
