@@ -30,14 +30,16 @@ def main() -> None:
 
 
 def _capture(request: dict[str, Any]) -> dict[str, Any]:
-    from launcher.reconcile.program import engine, reference
-    from launcher.reconcile.program.recorder import Recorder
     from launcher.reconcile.program.tokens import layers_of, text_config, tokens_of
 
     model = Path(request["model"])
     rows = tokens_of(request["prompts"], model, request["tokens"], request["passages"])
     if request["rows"] is not None and rows != request["rows"]:
         raise Problem(f"{request['side']}: its tokenizer cuts the prompts into other tokens than A's does")
+    # After the refusals, which need not wait for torch.
+    from launcher.reconcile.program import engine, reference
+    from launcher.reconcile.program.recorder import Recorder
+
     recorder = Recorder(Path(request["out"]))
     if request["engine"] == "vllm":
         dtype = engine.capture(model, request["options"], rows, request["decoded"], recorder)
