@@ -135,6 +135,8 @@ class Plan(PlanPart):
     """Planned context in tokens; None where the geometry is not known yet and vLLM decides."""
     recall_tokens: int | None = None
     """Longest prompt in which the model itself finds a needle reliably; None: any that fits."""
+    right_replies: float | None = None
+    """Share of right replies that a verification asks of the model; None: that of real models."""
     canary: CanaryQuestion | None = None
     """None: the usual question."""
     tensor_parallel_size: int

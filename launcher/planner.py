@@ -393,6 +393,7 @@ def _plan(
         model_revision=inputs.model.revision,
         served_name=inputs.model.served_name,
         recall_tokens=inputs.model.recall_tokens,
+        right_replies=inputs.model.right_replies,
         canary=inputs.model.canary,
         runtime=runtime,
         gpu_mode=checked.gpu_mode,
@@ -424,7 +425,9 @@ def _plan(
         problems=problems,
     )
     # What was found on the host, and who looks on, say nothing about what is started: the run's identity stays.
-    decided = draft.model_dump_json(exclude={"problems", "fit", "facts", "monitoring", "recall_tokens", "canary"})
+    decided = draft.model_dump_json(
+        exclude={"problems", "fit", "facts", "monitoring", "recall_tokens", "right_replies", "canary"}
+    )
     run_id = hashlib.sha256(decided.encode()).hexdigest()[:16]
     facts = _run_facts(replace(inputs, profile=profile), geometry, decisions.speculation, run_id)
     return draft.model_copy(update={"facts": asdict(facts)})

@@ -245,6 +245,8 @@ class Model(Values):
     tool_call_parser: str | None = None
     recall_tokens: Annotated[int, Field(ge=512)] | None = None
     """Longest prompt in which the model itself finds a needle reliably; absent: any that its context holds."""
+    right_replies: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of right replies that a verification asks of it; absent: that of real models, 0.9995."""
     canary: CanaryQuestion | None = None
     """Absent: the usual question."""
     min_compute_capability: ComputeCapability | None = None

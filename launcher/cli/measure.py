@@ -169,6 +169,7 @@ def _settings(
     return replace(
         settings,
         recall_tokens=service.plan.recall_tokens if service.plan else None,
+        right_replies=service.plan.right_replies if service.plan else None,
         concurrency=concurrency,
         tool_replies=replies or settings.tool_replies,
     )

@@ -16,7 +16,7 @@ from launcher.measure.prefix import PrefixReport
 from launcher.measure.replies import Failure
 from launcher.measure.target import Target
 from launcher.measure.tools import ToolReport
-from launcher.measure.verdict import Check, Parts, Skipped
+from launcher.measure.verdict import Check, Parts, Skipped, Thresholds
 
 SCHEMA = 1
 CALL_TOKENS = 3500
@@ -45,6 +45,8 @@ class Settings:
     """Context that the needles climb to."""
     recall_tokens: int | None = None
     """Longest prompt in which the model itself finds a needle reliably; None: any."""
+    right_replies: float | None = None
+    """Share of right replies that the tool-call suite must reach; None: that of real models."""
     tool_replies: int = 240
     kinds: tuple[Kind, ...] = KINDS
     repeats: int = prefix.REPEATS
@@ -132,7 +134,7 @@ def verify(
         needles=_needles(target, settings, progress),
         equality=_equality(target, reference, settings, progress, with_tools=not refusal),
     )
-    found = verdict.checks(parts)
+    found = verdict.checks(parts, _thresholds(settings))
     return VerifyReport(
         schema=SCHEMA,
         url=target.connection.base_url,
@@ -160,6 +162,10 @@ def tools_refusal(target: Target) -> str | None:
         if error.status == 400:
             return f"the server refuses tools: {error}"
     return None
+
+
+def _thresholds(settings: Settings) -> Thresholds:
+    return Thresholds() if settings.right_replies is None else Thresholds(right_replies=settings.right_replies)
 
 
 def _rng(settings: Settings, part: str) -> random.Random:

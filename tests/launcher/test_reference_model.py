@@ -18,9 +18,12 @@ from reference_rows import PROMPT, REPLY, TEMPLATE, Row, judged, judged_row, pro
 from vllm_graft.parsers.reader import Reader
 from vllm_graft.parsers.schema import Typing, make_tool
 
+from launcher.images.pins import load_pins
 from launcher.measure import verify
 from launcher.measure.dialogues import KINDS, VERBS, Task, draw
 from launcher.measure.words import split_of
+from launcher.planner import Inputs, make
+from launcher.profile import load_model, load_profile
 
 NAME = re.compile(r'"name": "([a-z]+)_([a-z]+)"')
 LOCKER = re.compile(r"locker number of ([A-Z][a-z]+)")
@@ -124,6 +127,13 @@ def test_every_right_reply_fits_into_what_its_request_allows() -> None:
         prompt, reply = prompt_and_reply(task)
         assert len(reply) <= task.max_tokens
         assert task.kind == "needle" or len(prompt) + task.max_tokens <= verify.CALL_TOKENS
+
+
+def test_its_plan_says_what_a_verification_may_ask_of_it() -> None:
+    folder = WEIGHTS.parent / "profiles"
+    profile, model = load_profile("reference-cpu", folder), load_model("graft-reference", folder)
+    plan = make(Inputs(profile=profile, model=model, pin=load_pins().of(profile.vllm))).plan
+    assert (plan.recall_tokens, plan.right_replies) == (8192, 0.99)
 
 
 def test_only_what_the_model_writes_counts_as_its_reply() -> None:

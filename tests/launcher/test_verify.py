@@ -91,8 +91,8 @@ def test_a_service_that_does_as_it_is_told_passes() -> None:
     assert set(report.tools.hows) == {"whole", "streamed", "required"}
 
 
-def test_one_wrong_value_fails_the_tool_calls_and_is_listed_with_its_raw_text() -> None:
-    done: list[Asked] = []
+def one_wrong_call(done: list[Asked]) -> dict[str, Any]:
+    """Return a stand-in's attributes: its first whole call is wrong, whose request is put into `done`."""
 
     def spoil(said: Said, asked: Asked) -> Said:
         if asked.streams or not said.calls or not asks_for_call(asked) or done:
@@ -100,7 +100,12 @@ def test_one_wrong_value_fails_the_tool_calls_and_is_listed_with_its_raw_text() 
         done.append(asked)
         return replace(said, text="lost: ", calls=((said.calls[0][0], '{"wrong": 1}'), *said.calls[1:]))
 
-    report = verified(spoil=staticmethod(spoil))
+    return {"spoil": staticmethod(spoil)}
+
+
+def test_one_wrong_value_fails_the_tool_calls_and_is_listed_with_its_raw_text() -> None:
+    done: list[Asked] = []
+    report = verified(**one_wrong_call(done))
     assert failed(report) == ["tool calls", "streaming = whole"]
     found = check(report, "tool calls")
     assert found.value is not None
@@ -110,6 +115,14 @@ def test_one_wrong_value_fails_the_tool_calls_and_is_listed_with_its_raw_text() 
     assert any("wrong: not asked for" in fault for fault in first.faults)
     assert first.raw.startswith("lost: <tool_call>")
     assert first.asked == done[0].body["messages"][-1]["content"]
+
+
+def test_a_model_may_have_a_share_of_its_own_to_reach() -> None:
+    report = verified(replace(SMALL, right_replies=0.9), **one_wrong_call([]))
+    assert failed(report) == ["streaming = whole"]
+    found = check(report, "tool calls")
+    assert (found.passed, found.threshold) == (True, 0.9)
+    assert "to show 90.00 %, 29 in a row must be right" in found.said
 
 
 def test_right_arguments_of_other_bytes_fail_the_stream_alone() -> None:
