@@ -180,6 +180,8 @@ def test_caching_that_changes_replies_fails_the_comparison(tmp_path: Path) -> No
     assert against["caching-on-mtp-off"] == {"equal": 24, "near-tie": 0, "wrong": 0}
     assert against["caching-on-mtp-on"] == {"equal": 6, "near-tie": 0, "wrong": 18}
     assert len(cases["caching-on-mtp-on"]["changed"]) == 18
+    said = prefix_probe.line(cases["caching-on-mtp-on"], against["caching-on-mtp-on"])
+    assert said.endswith("18 changed; against the reference 6 equal, 0 near ties, 18 wrong")
     table = headline_table.probe_markdown(read(results))
     assert "| on | on | none | 0 of 24 | 18 | 18 of 24 |" in table
     assert "| off | off | none | 0 of 24 | 0 | 0 of 24 |" in table
