@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +14,66 @@ from launcher.weights.ternary import Request, Summary, convert
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 PROGRAM = Path(__file__).with_name("ternary_program.py")
+GROUP_SIZES = {"rows": None, "groups": 64}
+LINEAR_LAYERS = 4 * 7
+"""Of four decoder layers, which are what is converted of the model."""
+EMBEDDING_BYTES = 49152 * 576 * 2
 
 
-def run(mode: str, folder: Path) -> tuple[dict[str, Any], str]:
-    """The program's answer and its log."""
+def run(*arguments: str | Path) -> tuple[str, str]:
+    """The program's output and its log."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("GRAFT_", "VLLM_", "PYTHON"))}
-    command = (str(ENGINE.python), str(PROGRAM), mode, str(folder))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=folder)
+    environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    command = (str(ENGINE.python), str(PROGRAM), *map(str, arguments))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"tokens"'))  # vLLM logs its end after it
-    answer: dict[str, Any] = json.loads(line)
-    return answer, done.stdout + done.stderr
+    return done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("group_size", [None, 64], ids=["a scale a row", "a scale for 64 columns"])
-def test_a_converted_model_answers_with_the_tokens_of_its_weights(
-    model_dir: Path, tmp_path: Path, group_size: int | None
-) -> None:
+@dataclass(frozen=True)
+class Served:
+    """Both checkpoints: what their conversions say, what they answer, and what vLLM logs meanwhile."""
+
+    summaries: dict[str, Summary]
+    answers: dict[str, Any]
+    log: str
+
+
+@pytest.fixture(scope="module")
+def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A scale a row as config.json says; and a scale for 64 columns, of which config.json is silent."""
     ensure(ENGINE, lambda event: None)
-    target = tmp_path / "ternary"
-    summary = convert(Request(model_dir, target, group_size), ENGINE.python, lambda *event: None)
-    assert isinstance(summary, Summary)
-    assert summary.ternary_modules == 210
-    assert summary.target_bytes < 0.35 * summary.source_bytes  # the embedding, 57 MB, stays as it is
-    served, log = run("engine", target)
-    assert served["quantization"] == "ternary"
-    assert "the tensors are" not in log  # config.json is right about them
-    expected, _ = run("reference", target)
-    assert served["tokens"] == expected["tokens"]
+    folder = tmp_path_factory.mktemp("ternary")
+    run("cut", model_dir, folder / "dense")
+    summaries = {
+        name: convert(Request(folder / "dense", folder / name, group_size), ENGINE.python, lambda *event: None)
+        for name, group_size in GROUP_SIZES.items()
+    }
+    config = folder / "groups" / "config.json"
+    said = json.loads(config.read_text(encoding="utf-8"))
+    del said["quantization_config"]
+    config.write_text(json.dumps(said), encoding="utf-8")
+    output, log = run("answer", *(folder / name for name in GROUP_SIZES))
+    (line,) = (line for line in output.splitlines() if line.startswith('{"rows"'))  # vLLM logs its end after it
+    return Served(summaries, json.loads(line), log)
+
+
+@pytest.mark.parametrize("name", GROUP_SIZES)
+def test_a_converted_model_answers_with_the_tokens_of_its_weights(served: Served, name: str) -> None:
+    answer = served.answers[name]
+    assert answer["quantization"] == "ternary"
+    assert answer["served"] == answer["expected"]
+    assert len({token for tokens in answer["served"] for token in tokens}) > 10  # it does not say one thing to all
+
+
+@pytest.mark.parametrize("name", GROUP_SIZES)
+def test_a_conversion_keeps_the_embedding_and_packs_the_rest(served: Served, name: str) -> None:
+    summary = served.summaries[name]
+    assert summary.ternary_modules == LINEAR_LAYERS
+    assert summary.kept_modules == ("model.embed_tokens",)
+    assert summary.target_bytes - EMBEDDING_BYTES < 0.15 * (summary.source_bytes - EMBEDDING_BYTES)
+
+
+def test_config_json_is_right_and_the_tensors_tell_what_it_leaves_out(served: Served) -> None:
+    assert "the tensors are" not in served.log
+    assert "is assumed" not in served.log
