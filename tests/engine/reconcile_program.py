@@ -1,9 +1,10 @@
 """Plant errors into tiny models and reconcile them; run by vLLM's Python with a mode and a folder.
 
-Standard output ends with a line of JSON.
+`reference` makes the models in the folder, which `kv` needs. Standard output ends with a line of JSON.
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +32,10 @@ ROWS = [[(7 * place + 3) % VOCABULARY for place in range(24)], [(11 * place + 5)
 Tensors = dict[str, torch.Tensor]
 
 
-def models(folder: Path) -> dict[str, Any]:
-    """Write a dense model of random weights, and one with a layer less."""
+def models(folder: Path) -> None:
+    """Write a dense model of random weights, one with a layer less, and the former with ternary weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from vllm_graft.quantization.ternary.convert import Options, convert
 
     for name, layers in (("dense", LAYERS), ("short", LAYERS - 1)):
         torch.manual_seed(0)
@@ -42,7 +44,7 @@ def models(folder: Path) -> dict[str, Any]:
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
         model.save_pretrained(folder / name)
-    return {}
+    convert(folder / "dense", folder / "ternary", Options(64, "float32"), lambda event: None)
 
 
 def wrong_scale(tensors: Tensors) -> None:
@@ -108,7 +110,8 @@ def recorded(folder: Path, out: Path, dtype: str = "float32", layers: int = LAYE
 
 
 def by_reference(folder: Path) -> dict[str, Any]:
-    """What is found of each planted error, both sides in transformers; `ternary` is the converted dense model."""
+    """What is found of each planted error, both sides in transformers."""
+    models(folder)
     good = recorded(folder / "ternary", folder / "good")
     rounded = recorded(folder / "ternary", folder / "rounded", "bfloat16")
     found = {"bfloat16": compare(good, rounded, ROWS, 1), "again": compare(good, good, ROWS, 1)}
@@ -123,7 +126,28 @@ def by_reference(folder: Path) -> dict[str, Any]:
         compare(recorded(folder / "dense", folder / "three"), short, ROWS, 1)
     except Problem as problem:
         found["short"] = {"refused": str(problem)}
-    return found
+    return found | {"memory": memory(folder)}
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """How much memory is taken while activations are recorded and compared, and how large these are together."""
+    layers, size = 60, 1024
+    before = peak_bytes()
+    recorder = Recorder(folder / "large")
+    recorder.rows_now = size
+    for name in (*(f"layers.{number}" for number in range(layers)), "logits"):
+        recorder.write(name, torch.randn(size, size))
+    recorder.finish(facts("large", "float32", layers), size)
+    compare(recorder.folder, recorder.folder, [list(range(size))], 1)
+    recorded = sum(file.stat().st_size for file in recorder.folder.glob("*.bin"))
+    shutil.rmtree(recorder.folder)
+    return {"taken_bytes": peak_bytes() - before, "recorded_bytes": recorded}
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
 
 
 def in_vllm(folder: Path) -> dict[str, Any]:
@@ -173,5 +197,5 @@ def after_error(llm: Any, model: Any, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    answer = {"models": models, "reference": by_reference, "kv": in_vllm}[sys.argv[1]](Path(sys.argv[2]))
+    answer = {"reference": by_reference, "kv": in_vllm}[sys.argv[1]](Path(sys.argv[2]))
     print("\n" + json.dumps(answer))

@@ -13,10 +13,11 @@ from launcher.errors import UsageError
 from launcher.reconcile.run import Settings, reconcile
 from launcher.reconcile.sides import parse
 from launcher.state import CHECKOUT
-from launcher.weights.ternary import Request, convert
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 PROGRAM = Path(__file__).with_name("reconcile_program.py")
+ONE_THREAD = ("OMP_NUM_THREADS", "1")
+"""The models are so small that threads would do little but wait for each other."""
 Found = dict[str, Any]
 
 
@@ -24,7 +25,7 @@ def run(mode: str, folder: Path) -> Found:
     """The program's answer."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("GRAFT_", "VLLM_", "PYTHON"))}
     command = (str(ENGINE.python), str(PROGRAM), mode, str(folder))
-    environ |= {"PYTHONPATH": str(CHECKOUT)}
+    environ |= dict((("PYTHONPATH", str(CHECKOUT)), ONE_THREAD))
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     answer: Found = json.loads(done.stdout.splitlines()[-1])
@@ -33,17 +34,14 @@ def run(mode: str, folder: Path) -> Found:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models: dense, short (a layer less), ternary (dense, converted), and ternary ones with an error each."""
     if not is_installed(ENGINE):
         pytest.skip(f"{ENGINE.folder.name} is not installed; run `graft engine install`")
-    made = tmp_path_factory.mktemp("reconcile")
-    run("models", made)
-    convert(Request(made / "dense", made / "ternary", 64, "float32"), ENGINE.python, lambda *event: None)
-    return made
+    return tmp_path_factory.mktemp("reconcile")
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
+    """What is found of each planted error; the models lie in the folder then."""
     return run("reference", folder)
 
 
@@ -89,6 +87,12 @@ def test_models_of_different_depth_are_refused(found: Found) -> None:
     assert "B, two: no layers.2; it has 2 layers" in found["short"]["refused"]
 
 
+def test_activations_are_held_one_at_a_time(found: Found) -> None:
+    assert found["memory"]["recorded_bytes"] == 61 * 4 << 20
+    assert found["memory"]["taken_bytes"] < 32 * 4 << 20
+
+
+@pytest.mark.usefixtures("found")
 def test_a_wrong_kv_scale_in_vllm_is_found_behind_that_layers_attention(folder: Path) -> None:
     in_vllm = run("kv", folder)
     assert in_vllm["again"]["first"] is None
@@ -97,7 +101,11 @@ def test_a_wrong_kv_scale_in_vllm_is_found_behind_that_layers_attention(folder: 
     assert (in_vllm["hooks"], in_vllm["hooks_after_error"]) == (0, 0)
 
 
-def test_vllm_and_transformers_part_where_a_scale_is_wrong(found: Found, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("found")
+def test_vllm_and_transformers_part_where_a_scale_is_wrong(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*ONE_THREAD)
     prompts: list[str | list[int]] = [[(5 * place) % 384 for place in range(20)]]
     sides = [parse(f"transformers:{folder}/ternary"), parse(f"vllm:{folder}/wrong_scale-model?dtype=float32")]
     (pair,) = reconcile(
@@ -111,6 +119,7 @@ def test_vllm_and_transformers_part_where_a_scale_is_wrong(found: Found, folder:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("found")
 def test_what_an_engine_refuses_is_told(folder: Path) -> None:
     sides = [parse(f"transformers:{folder}/ternary"), parse(f"transformers:{folder}/dense?device=nowhere")]
     with pytest.raises(UsageError, match="token 384"):
