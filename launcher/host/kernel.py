@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 KMSG = Path("/dev/kmsg")
+CGROUP = Path("/proc/self/cgroup")
 MODULE_VERSION = Path("/proc/driver/nvidia/version")
 LIBRARY_DIRS = (
     Path("/usr/lib/x86_64-linux-gnu"),
@@ -18,6 +19,9 @@ LIBRARY_DIRS = (
 )
 _RECORD_BYTES = 8192
 """The kernel's own limit on one record (Documentation/ABI/testing/dev-kmsg)."""
+_OOM_KILL = re.compile(r"oom-kill:.*\btask_memcg=(?P<group>[^,]*),task=.*,pid=(?P<pid>\d+)")
+_KILLED = re.compile(r"\bKilled process (?P<pid>\d+) ")
+"""Linux, mm/oom_kill.c: the summary of a kill (since 5.0), and the message that follows it."""
 
 
 def log(since_s: float | None = None, device: Path = KMSG) -> str | None:
@@ -39,6 +43,32 @@ def log(since_s: float | None = None, device: Path = KMSG) -> str | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def own_log(since_s: float | None = None, device: Path = KMSG, cgroup: Path = CGROUP) -> str | None:
+    """Return the kernel's messages without those of kills for memory in other control groups than this process's.
+
+    A server in a container of this machine is killed under a name like ours. Within a container our own group has no
+    name that the kernel's log has; there the group's own count of kills tells.
+    """
+    found, group = log(since_s, device), _memory_group(cgroup)
+    if found is None or group is None:
+        return found
+    others = {kill["pid"] for kill in _OOM_KILL.finditer(found) if kill["group"] != group}
+    return "\n".join(
+        line for line in found.split("\n") if (killed := _KILLED.search(line)) is None or killed["pid"] not in others
+    )
+
+
+def _memory_group(cgroup: Path) -> str | None:
+    """Return the control group that counts this process's memory; None where the kernel does not say."""
+    try:
+        lines = [line.split(":", 2) for line in cgroup.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return None
+    # Version 1 names its controllers; the one line of version 2 names none.
+    by_controller = {name: group for _, names, group in lines for name in names.split(",")}
+    return by_controller.get("memory", by_controller.get(""))
 
 
 def _records(descriptor: int) -> Iterator[tuple[int, str]]:

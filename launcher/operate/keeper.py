@@ -176,7 +176,7 @@ class Keeper:
         nvml_error = None if self._settings.gpus is None else nvidia_smi_error(self._settings.gpus)
         known = {**self._settings.context, "container": state, "nvml_error": nvml_error}
         context = Context.model_validate(known)
-        return diagnose(Evidence(words.text(), context, kernel.log(self._started_s)))
+        return diagnose(Evidence(words.text(), context, kernel.own_log(self._started_s)))
 
     def _after(self, end: End) -> Again | Stop:
         """Count an end, decide what follows, and tell it."""

@@ -169,6 +169,36 @@ def test_the_kernels_messages_are_read_from_a_moment_on(tmp_path: Path) -> None:
     assert kernel.log(device=tmp_path / "none") is None
 
 
+@pytest.mark.parametrize(
+    ("groups", "cause"),
+    [
+        ("3:cpuset:/\n4:memory:/user/ann\n0::/\n", None),
+        ("0::/user/ann\n", None),
+        ("4:cpu,memory:/docker/b6de\n0::/\n", "host-oom-killed"),
+        ("0::/docker/b6de\n", "host-oom-killed"),
+    ],
+)
+def test_another_servers_kill_for_memory_is_not_our_own(tmp_path: Path, groups: str, cause: str | None) -> None:
+    records = (
+        b"6,1,5000000,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/docker/b6de,"
+        b"task_memcg=/docker/b6de,task=vllm,pid=3885,uid=2000\n",
+        b"3,2,5000001,-;Memory cgroup out of memory: Killed process 3885 (vllm) total-vm:678788kB, UID:2000\n",
+    )
+    cgroup = tmp_path / "cgroup"
+    cgroup.write_text(groups, encoding="ascii")
+    # A read of the device gives one record; one of a pipe of packets does so too.
+    read, write = os.pipe2(os.O_DIRECT)
+    for record in records:
+        os.write(write, record)
+    os.close(write)
+    log = kernel.own_log(device=Path(f"/proc/self/fd/{read}"), cgroup=cgroup)
+    os.close(read)
+    assert log is not None
+    assert "oom-kill" in log
+    told = diagnose(Evidence("", context_of(None, None, None, Observed()), log))
+    assert (told and told.cause) == cause
+
+
 def test_versions_of_driver_and_libraries_are_told_apart(tmp_path: Path) -> None:
     version = tmp_path / "version"
     version.write_text(
