@@ -15,7 +15,7 @@ from tests.gateway.stack import CLIENT_KEY
 Outcome = Literal["whole", "told", "refused", "cut", "lost"]
 """whole: to its `[DONE]`. told: ended by an error event. refused: an error of the API instead of an answer.
 cut: the connection broke, which a client sees. lost: none of them, an end without a word or none at all."""
-HANG_S = 60.0
+HANG_S = 120.0
 RETRY_S = 2.0
 
 
