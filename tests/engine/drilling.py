@@ -38,8 +38,8 @@ STARTS_S = 240.0
 class Shape:
     """How large a drill is."""
 
-    result: str
-    """Name of its report's file."""
+    name: str
+    """Of its service, and of its report's file."""
     streams: int
     at_once: int
     """Requests that the engine serves at once; the others wait."""
@@ -159,7 +159,7 @@ def profile_of(shape: Shape) -> Profile:
     shipped = load_profile("cpu")
     size = {"max_num_seqs": shape.at_once, "cpu_kv_cache_gib": shape.kv_cache_gib}
     serve = shipped.serve.model_copy(update=size)
-    return shipped.model_copy(update={"name": "drill", "serve": serve, "watch": shape.watch})
+    return shipped.model_copy(update={"name": shape.name, "serve": serve, "watch": shape.watch})
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def drill(engine: KeptEngine, shape: Shape, tmp_path_factory: pytest.TempPathFac
         with Drill(gateway, engine, shape.streams, shape.hold_s) as drill:
             yield drill
         if os.environ.get(RESULTS_ENV):
-            file = Path(os.environ[RESULTS_ENV]) / shape.result
+            file = Path(os.environ[RESULTS_ENV]) / f"{shape.name}.json"
             file.write_text(json.dumps(drill.judged().document(), indent=1) + "\n", encoding="utf-8")
 
 

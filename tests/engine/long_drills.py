@@ -25,9 +25,7 @@ MINUTES_ENV = "GRAFT_DRILL_MINUTES"
 def shape() -> Shape:
     # A step of so many takes seconds on a CPU.
     watch = Watch(every_s=10, strikes=3, idle_probe_s=20, restarts=20)
-    return Shape(
-        "long_drills.json", streams=200, at_once=240, kv_cache_gib=2, watch=watch, header_timeout_s=10, hold_s=20.0
-    )
+    return Shape("long_drills", streams=200, at_once=240, kv_cache_gib=2, watch=watch, header_timeout_s=10, hold_s=20.0)
 
 
 def test_two_hundred_streams_are_served_whatever_is_done(drill: Drill) -> None:

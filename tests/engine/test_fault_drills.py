@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 @pytest.fixture(scope="module")
 def shape() -> Shape:
     watch = Watch(every_s=3, strikes=3, idle_probe_s=5, restarts=20)
-    return Shape("fault_drills.json", streams=6, at_once=4, kv_cache_gib=1, watch=watch, header_timeout_s=3, hold_s=3.0)
+    return Shape("fault_drills", streams=6, at_once=4, kv_cache_gib=1, watch=watch, header_timeout_s=3, hold_s=3.0)
 
 
 def test_an_engine_core_that_is_killed_is_replaced(drill: Drill, engine: KeptEngine) -> None:
