@@ -53,7 +53,17 @@ def evidence_of(
     """
     container = None if run is None else ContainerState.model_validate(asdict(run))
     context = context_of(plan, facts, container, look(plan, state, facts, log))
-    return Evidence(log="\n".join(log), context=context, kernel_log=kernel.log(since_s))
+    return Evidence(log="\n".join(log), context=context, kernel_log=_kernel_log(plan, state, since_s))
+
+
+def _kernel_log(plan: Plan, state: ServiceState, since_s: float | None) -> str | None:
+    if plan.runtime == "host":
+        return kernel.log_of(None, since_s)
+    from launcher.runtime import compose
+
+    document = compose.container_of(state.root.name)
+    # Of a container that is gone nobody knows which messages were its own.
+    return kernel.log(since_s) if document is None else kernel.log_of(str(document["Id"]), since_s)
 
 
 def last_run(log: Sequence[str]) -> Sequence[str]:

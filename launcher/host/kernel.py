@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 KMSG = Path("/dev/kmsg")
@@ -22,6 +22,8 @@ _RECORD_BYTES = 8192
 _OOM_KILL = re.compile(r"oom-kill:.*\btask_memcg=(?P<group>[^,]*),task=.*,pid=(?P<pid>\d+)")
 _KILLED = re.compile(r"\bKilled process (?P<pid>\d+) ")
 """Linux, mm/oom_kill.c: the summary of a kill (since 5.0), and the message that follows it."""
+_CONTAINER_ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+"""In the name of a container's control group, whatever made it: docker/ID, docker-ID.scope, libpod-ID.scope."""
 
 
 def log(since_s: float | None = None, device: Path = KMSG) -> str | None:
@@ -52,11 +54,28 @@ def own_log(since_s: float | None = None, device: Path = KMSG, cgroup: Path = CG
     name that the kernel's log has; there the group's own count of kills tells.
     """
     found, group = log(since_s, device), _memory_group(cgroup)
-    if found is None or group is None:
-        return found
-    others = {kill["pid"] for kill in _OOM_KILL.finditer(found) if kill["group"] != group}
+    return found if found is None or group is None else _without_kills(found, lambda other: other != group)
+
+
+def log_of(container: str | None, since_s: float | None = None, device: Path = KMSG) -> str | None:
+    """Return the kernel's messages without those of kills for memory in other containers than one.
+
+    Args:
+        container: its Id; None: the server is in none.
+    """
+
+    def is_anothers(group: str) -> bool:
+        found = _CONTAINER_ID.search(group)
+        return found is not None and found[0] != container
+
+    found = log(since_s, device)
+    return None if found is None else _without_kills(found, is_anothers)
+
+
+def _without_kills(log: str, is_anothers: Callable[[str], bool]) -> str:
+    others = {kill["pid"] for kill in _OOM_KILL.finditer(log) if is_anothers(kill["group"])}
     return "\n".join(
-        line for line in found.split("\n") if (killed := _KILLED.search(line)) is None or killed["pid"] not in others
+        line for line in log.split("\n") if (killed := _KILLED.search(line)) is None or killed["pid"] not in others
     )
 
 

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -179,24 +181,48 @@ def test_the_kernels_messages_are_read_from_a_moment_on(tmp_path: Path) -> None:
     ],
 )
 def test_another_servers_kill_for_memory_is_not_our_own(tmp_path: Path, groups: str, cause: str | None) -> None:
-    records = (
-        b"6,1,5000000,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/docker/b6de,"
-        b"task_memcg=/docker/b6de,task=vllm,pid=3885,uid=2000\n",
-        b"3,2,5000001,-;Memory cgroup out of memory: Killed process 3885 (vllm) total-vm:678788kB, UID:2000\n",
-    )
     cgroup = tmp_path / "cgroup"
     cgroup.write_text(groups, encoding="ascii")
+    with kill_for_memory("/docker/b6de") as device:
+        assert cause_in(kernel.own_log(device=device, cgroup=cgroup)) == cause
+
+
+@pytest.mark.parametrize("group", [f"/docker/{'b6de' * 16}", f"/system.slice/docker-{'b6de' * 16}.scope"])
+@pytest.mark.parametrize(("container", "cause"), [("b6de" * 16, "host-oom-killed"), ("af01" * 16, None), (None, None)])
+def test_a_kill_for_memory_in_another_container_is_not_the_services(
+    group: str, container: str | None, cause: str | None
+) -> None:
+    with kill_for_memory(group) as device:
+        assert cause_in(kernel.log_of(container, device=device)) == cause
+
+
+def test_a_kill_for_memory_outside_of_containers_may_be_the_services() -> None:
+    with kill_for_memory("/user.slice/user-1000.slice/session-3.scope") as device:
+        assert cause_in(kernel.log_of(None, device=device)) == "host-oom-killed"
+
+
+@contextmanager
+def kill_for_memory(group: str) -> Iterator[Path]:
+    """What the kernel says of a process of a control group that it killed, as its device gives it."""
+    records = (
+        f"6,1,5000000,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg={group},"
+        f"task_memcg={group},task=vllm,pid=3885,uid=2000\n",
+        "3,2,5000001,-;Memory cgroup out of memory: Killed process 3885 (vllm) total-vm:678788kB, UID:2000\n",
+    )
     # A read of the device gives one record; one of a pipe of packets does so too.
     read, write = os.pipe2(os.O_DIRECT)
     for record in records:
-        os.write(write, record)
+        os.write(write, record.encode("ascii"))
     os.close(write)
-    log = kernel.own_log(device=Path(f"/proc/self/fd/{read}"), cgroup=cgroup)
+    yield Path(f"/proc/self/fd/{read}")
     os.close(read)
+
+
+def cause_in(log: str | None) -> str | None:
     assert log is not None
     assert "oom-kill" in log
     told = diagnose(Evidence("", context_of(None, None, None, Observed()), log))
-    assert (told and told.cause) == cause
+    return told.cause if told else None
 
 
 def test_versions_of_driver_and_libraries_are_told_apart(tmp_path: Path) -> None:
