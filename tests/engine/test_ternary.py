@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference_config import WEIGHTS
 
 from launcher.engine_env import ENGINE, ensure
+from launcher.reconcile.run import Settings, reconcile
+from launcher.reconcile.sides import parse
 from launcher.weights.ternary import Request, Summary, convert
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -77,3 +80,20 @@ def test_a_conversion_keeps_the_embedding_and_packs_the_rest(served: Served, nam
 def test_config_json_is_right_and_the_tensors_tell_what_it_leaves_out(served: Served) -> None:
     assert "the tensors are" not in served.log
     assert "is assumed" not in served.log
+
+
+def test_a_hybrid_model_with_experts_computes_what_transformers_does(tmp_path: Path) -> None:
+    ensure(ENGINE, lambda event: None)
+    folder = tmp_path / "hybrid"
+    summary = convert(Request(WEIGHTS, folder), ENGINE.python, lambda *event: None)
+    assert isinstance(summary, Summary)
+    # Delta nets, attention, dense layers, shared experts and the layer that drafts; routed experts stay.
+    assert summary.ternary_modules == 48
+    sides = [parse(f"{engine}:{folder}?dtype=bfloat16") for engine in ("transformers", "vllm")]
+    prompts: list[str | list[int]] = [list(b"A packed weight is -1, 0 or +1.")]
+    (pair,) = reconcile(
+        sides[0], sides[1:], prompts, Settings(tokens=31, decoded=4), ENGINE.python, lambda phase: None, tmp_path
+    )
+    assert pair.agree, pair.found["first"]
+    names = {point["name"] for point in pair.found["points"]}
+    assert {"layers.0.linear_attn.in_proj_qkvz", "layers.0.mlp", "layers.1.self_attn.o_proj", "logits"} <= names

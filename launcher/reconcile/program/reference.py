@@ -50,8 +50,9 @@ def load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
         quantization = getattr(config, "quantization_config", None) or {}
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         if method in _OWN_FORMATS:
-            return _load_ternary(path, config, quantization, dtype)
-        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+            model, info = _load_ternary(path, config, quantization, dtype)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, ImportError) as error:
         raise Problem(f"transformers:{path}: {error}") from error
     if missing := sorted(info["missing_keys"]):
@@ -59,21 +60,23 @@ def load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     return model
 
 
-def _load_ternary(path: Path, config: Any, quantization: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+def _load_ternary(
+    path: Path, config: Any, quantization: dict[str, Any], dtype: torch.dtype
+) -> tuple[torch.nn.Module, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     from launcher.reconcile.program.ternary import multiplied_out
 
     del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    missing = set(model.load_state_dict(multiplied_out(path, quantization, shapes, dtype), strict=False).missing_keys)
-    model.tie_weights()
-    if config.tie_word_embeddings:
-        missing.discard("lm_head.weight")
-    if missing:
-        raise Problem(f"transformers:{path}: {_names(sorted(missing))}: not in the checkpoint")
-    return model
+    tensors = multiplied_out(path, quantization, shapes, dtype)
+    # By its own loading, which knows that a mixture's experts are kept otherwise than a checkpoint has them.
+    loaded: tuple[torch.nn.Module, dict[str, Any]] = type(model).from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+    )
+    return loaded
 
 
 def _names(names: list[str]) -> str:

@@ -15,7 +15,9 @@ _CODES = {"offset": (-1, 0, 1), "zero-first": (0, 1, -1)}
 def multiplied_out(
     folder: Path, quantization: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the checkpoint's tensors with scaled weights in place of codes and scales; `shapes` are the model's.
+    """Return the checkpoint's tensors with scaled weights in place of codes and scales.
+
+    `shapes` are the model's; codes of what it has not, such as the layer that drafts, are left out.
 
     Raises:
         Problem: a tensor is not what config.json says.
@@ -34,8 +36,10 @@ def multiplied_out(
             found[name] = tensor.to(dtype)
             continue
         scale = stored.get(f"{name}_scale")
-        if scale is None or name not in shapes:
-            raise Problem(f"{folder}: {name}: {tensor.dtype} without {name}_scale, or not of this model")
+        if scale is None:
+            raise Problem(f"{folder}: {name}: {tensor.dtype} without {name}_scale")
+        if name not in shapes:
+            continue
         values = _values(name, tensor, {**quantization, **({"packing": "n"} if bitnet else {})}, *shapes[name])
         found[name] = (values * _scales(name, scale.float(), divides, *shapes[name])).to(dtype)
     return found
