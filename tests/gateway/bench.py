@@ -22,6 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tests.gateway.drilling import CHAT
 from tests.gateway.fake_engine import EngineProcess
 from tests.gateway.stack import CLIENT_KEY, INTERNAL_KEY, Stack, free_port
@@ -170,8 +172,13 @@ def _measured(asked: argparse.Namespace, fake: EngineProcess | None) -> dict[str
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder), port, internal_key=key) as stack:
         doors = Door("direct", port, key), Door("gateway", stack.port, CLIENT_KEY)
         cost = asyncio.run(measure(*doors, first, many, asked.clients, asked.rounds))
-    name = "a fake engine that streams 60 tokens a second to each client" if fake is not None else asked.model
+    name = "a fake engine that streams 60 tokens a second to each client" if fake is not None else _named(asked)
     return document(cost, name, asked.clients)
+
+
+def _named(asked: argparse.Namespace) -> str:
+    version = httpx.get(f"{asked.engine}/version", trust_env=False).raise_for_status().json()["version"]
+    return f"vLLM {version} with {asked.model}"
 
 
 def _bodies(model: str, *, is_fake: bool) -> tuple[bytes, bytes]:
