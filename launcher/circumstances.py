@@ -52,16 +52,20 @@ def evidence_of(
         since_s: when it was started, seconds since the epoch: the kernel's messages before that are not its own.
     """
     container = None if run is None else ContainerState.model_validate(asdict(run))
-    context = context_of(plan, facts, container, look(plan, state, facts, log))
-    return Evidence(log="\n".join(log), context=context, kernel_log=_kernel_log(plan, state, since_s))
+    document = None if plan.runtime == "host" else _document(state)
+    context = context_of(plan, facts, container, look(plan, state, facts, log, document))
+    return Evidence(log="\n".join(log), context=context, kernel_log=_kernel_log(plan, document, since_s))
 
 
-def _kernel_log(plan: Plan, state: ServiceState, since_s: float | None) -> str | None:
-    if plan.runtime == "host":
-        return kernel.log_of(None, since_s)
+def _document(state: ServiceState) -> Mapping[str, Any] | None:
     from launcher.runtime import compose
 
-    document = compose.container_of(state.root.name)
+    return compose.container_of(state.root.name)
+
+
+def _kernel_log(plan: Plan, document: Mapping[str, Any] | None, since_s: float | None) -> str | None:
+    if plan.runtime == "host":
+        return kernel.log_of(None, since_s)
     # Of a container that is gone nobody knows which messages were its own.
     return kernel.log(since_s) if document is None else kernel.log_of(str(document["Id"]), since_s)
 
@@ -72,8 +76,18 @@ def last_run(log: Sequence[str]) -> Sequence[str]:
     return log[starts[-1] :] if starts else log
 
 
-def look(plan: Plan, state: ServiceState, facts: HostFacts, log: Sequence[str] = ()) -> Observed:
-    """Return what a look at the service and at this machine shows; what cannot be read is left out."""
+def look(
+    plan: Plan,
+    state: ServiceState,
+    facts: HostFacts,
+    log: Sequence[str] = (),
+    document: Mapping[str, Any] | None = None,
+) -> Observed:
+    """Return what a look at the service and at this machine shows; what cannot be read is left out.
+
+    Args:
+        document: Docker's description of the server's container; None where there is none.
+    """
     now = datetime.now(UTC)
     found: dict[str, Any] = {
         "kernel_module_version": kernel.module_version(),
@@ -89,7 +103,7 @@ def look(plan: Plan, state: ServiceState, facts: HostFacts, log: Sequence[str] =
         found |= {"shm_size_mib": shm_size_mib(), "container_user": f"{os.getuid()}:{os.getgid()}"}
         found["seconds_since_last_stats_line"] = seconds_since_stats(log, now, datetime.now().astimezone().tzinfo)
     else:
-        found |= _container(state)
+        found |= _container(document)
         found["seconds_since_last_stats_line"] = seconds_since_stats(log, now, UTC)
     return Observed.model_validate({name: value for name, value in found.items() if value is not None})
 
@@ -193,10 +207,9 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _container(state: ServiceState) -> dict[str, Any]:
+def _container(document: Mapping[str, Any] | None) -> dict[str, Any]:
     from launcher.runtime import compose
 
-    document = compose.container_of(state.root.name)
     own = () if document is None else (str(document["Id"]),)
     others = {"other_containers": other_containers(compose.running_containers(), own)}
     return others if document is None else others | container_facts(document)
