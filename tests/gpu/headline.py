@@ -18,11 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import measured
 from served import (
@@ -30,6 +29,7 @@ from served import (
     VLLM,
     Bench,
     Died,
+    Serve,
     Server,
     Setup,
     acceptance_length,
@@ -82,12 +82,6 @@ CASES = (
     Case("graft-k8v4-older-card", Setup(graft=True, kv_cache_dtype=TURBOQUANT, older_card=True), True),
     Case("stock-k8v4-older-card", Setup(graft=False, kv_cache_dtype=TURBOQUANT, older_card=True), False),
 )
-
-
-class Serve(Protocol):
-    """Starts a server; a stand-in in tests."""
-
-    def __call__(self, setup: Setup, bench: Bench, work: Path) -> AbstractContextManager[Server]: ...
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,13 @@ from typing import Any
 
 import agents
 import measured
-from headline import EXPECTED_S, Serve
+from headline import EXPECTED_S
 from served import (
     REFERENCE_MODEL,
     VLLM,
     Bench,
     Died,
+    Serve,
     Server,
     Setup,
     acceptance_length,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from paths import ROOT
 
@@ -180,6 +180,12 @@ def facts(setup: Setup, model: Path) -> str:
         runtime="host",
     )
     return to_json(RunFacts(schema=1, run_id="measurement", model=described, engine=engine))
+
+
+class Serve(Protocol):
+    """Starts a server; a stand-in in tests."""
+
+    def __call__(self, setup: Setup, bench: Bench, work: Path) -> contextlib.AbstractContextManager[Server]: ...
 
 
 @contextlib.contextmanager

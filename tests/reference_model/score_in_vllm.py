@@ -20,11 +20,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from reference_config import ROOT, WEIGHTS
 from reference_rows import held_out, prompt_and_reply
@@ -38,7 +37,7 @@ from served import (
     VLLM,
     Bench,
     Died,
-    Server,
+    Serve,
     Setup,
     acceptance_length,
     arguments_of,
@@ -63,12 +62,6 @@ AT_ONCE = 2 * MAX_SEQS
 """Requests under way: some wait in the server's queue, so that its batch is never short."""
 TOLD_EVERY = 100
 KEPT_FAILURES = 20
-
-
-class Serve(Protocol):
-    """Starts a server; a stand-in in tests."""
-
-    def __call__(self, setup: Setup, bench: Bench, work: Path) -> AbstractContextManager[Server]: ...
 
 
 def main(arguments: Sequence[str] | None = None, serve: Serve = served) -> int:
