@@ -37,7 +37,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 4e-3}  # of the output's rounding and of FP16 operands
 SHAPES = ((1, 128), (1, 1024), (1, 8192), (1, 32768), (1, 131072), (1, 262144), (8, 32768))
 SCREENED = ((1, 32768), (1, 262144))
-PROGRAMS_PER_SM = (1, 2, 3, 4)
+WARPS_PER_SM = (4, 8, 12)
+"""Warps that the programs of a grid have on each multiprocessor: as many programs as make up so many."""
 PAGE = 64
 
 
@@ -82,37 +83,30 @@ def launch(
 
 VARIANTS = {
     ("turboquant_k8v4", 1): [
-        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 3), (32, 2, 3), (32, 4, 3))),
-        *(launch(*at, fp8=True, registers=168) for at in ((64, 4, 2), (64, 4, 3))),
-        launch(64, 4, 2, fp8=True, registers=128),
-        launch(64, 4, 2),
+        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 3), (64, 2, 2), (32, 2, 2), (32, 2, 3), (16, 2, 4))),
+        *(launch(*at, fp8=True) for at in ((32, 1, 2), (32, 1, 3), (16, 1, 3), (16, 1, 4))),
+        launch(32, 1, 2, fp8=True, fetch="L2"),
+        launch(64, 4, 2, fp8=True, registers=168),
+        launch(32, 1, 2),
     ],
     ("turboquant_k8v4", 4): [
-        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 3), (64, 8, 2))),
-        launch(64, 4, 2, fp8=True, registers=168),
+        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 3), (32, 4, 2), (32, 4, 3), (64, 8, 2))),
+        *(launch(*at, fp8=True) for at in ((32, 2, 2), (16, 2, 3), (16, 2, 4))),
         launch(64, 4, 2),
     ],
     ("turboquant_4bit_nc", 1): [
-        *(launch(*at, 1, fetch=level) for at in ((64, 4), (32, 2), (16, 2)) for level in (None, "L1", "L2")),
-        *(launch(64, 4, 1, fetch=level, registers=168) for level in ("L1", "L2")),
-        *(launch(64, 8, 1, fetch=level, registers=128) for level in ("L1", "L2")),
-        launch(32, 4, 1, fetch="L2", registers=168),
+        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (64, 2), (32, 2), (16, 2), (16, 1))),
+        *(launch(*at, 1, fetch="L1") for at in ((64, 4), (32, 2), (16, 2))),
+        launch(64, 4, 1, fetch="L2", registers=168),
         launch(64, 4, 1, fetch="L2", reload=True),
-        launch(64, 4, 1, fetch="L2", registers=168, reload=True),
     ],
     ("turboquant_4bit_nc", 4): [
-        *(launch(*at, 1, fetch=level) for at in ((64, 4), (64, 8), (32, 4)) for level in ("L1", "L2")),
         *(launch(*at, 1, fetch="L2", reload=True) for at in ((64, 4), (64, 8), (32, 4), (128, 8))),
+        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (16, 4), (16, 2))),
     ],
-    ("turboquant_k3v4_nc", 1): [
-        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 2))),
-        launch(64, 4, 1, fetch="L2", registers=168),
-    ],
+    ("turboquant_k3v4_nc", 1): [launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (32, 2), (16, 2))],
     ("turboquant_k3v4_nc", 4): [launch(*at, 1, fetch="L2", reload=True) for at in ((64, 8), (64, 4), (32, 4))],
-    ("turboquant_3bit_nc", 1): [
-        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (32, 2))),
-        launch(64, 4, 1, fetch="L2", registers=168),
-    ],
+    ("turboquant_3bit_nc", 1): [launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (32, 2), (16, 2))],
     ("turboquant_3bit_nc", 4): [launch(*at, 1, fetch="L2", reload=True) for at in ((64, 8), (64, 4), (32, 4))],
 }
 
@@ -303,7 +297,7 @@ def measure(report: dict[str, Any], write: Any, left: Any) -> None:
             for case in cases:
                 if not report["checks"].get(case.name, {}).get("holds"):
                     continue
-                for per_sm in PROGRAMS_PER_SM:
+                for per_sm in sorted({max(1, warps // case.launch.num_warps) for warps in WARPS_PER_SM}):
                     if left() < 5:
                         return
                     times = {shape_name(at): bench.microseconds(case, at, per_sm, 1) for at in SCREENED}
@@ -331,7 +325,7 @@ def table(report: dict[str, Any]) -> str:
     by_case: dict[str, list[str]] = {}
     for entry in report["screened"]:
         by_case.setdefault(entry["case"], []).append("/".join(f"{us:.0f}" for us in entry["us"].values()))
-    lines.append(f"us at {' / '.join(map(shape_name, SCREENED))} for {PROGRAMS_PER_SM} programs per multiprocessor")
+    lines.append(f"us at {' / '.join(map(shape_name, SCREENED))} for {WARPS_PER_SM} warps per multiprocessor")
     lines += [f"  {case:44} {'  '.join(times)}" for case, times in by_case.items()]
     for entry in report["timed"]:
         times = "  ".join(f"{shape}:{us:.1f}" for shape, us in entry["us"].items())
