@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,7 +12,6 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from typing import Any
 
 import served
 from paths import ROOT
+from versions import versions
 
 from launcher.errors import CheckFailed
 
@@ -139,13 +138,8 @@ def host(engine: str, model: Path) -> dict[str, str]:
     found = {
         "model": name_of(model),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "python": sys.version.split()[0],
+        **versions(),
     }
-    for name in ("vllm", "torch", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
     if engine == "gpu":
         # The driver is asked, not torch: this process must not hold the card.
         query = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")

@@ -6,20 +6,22 @@
 
 Needs a Python with vLLM; this checkout's plugin is made a distribution for it. TurboQuant presets need a GPU: vLLM's
 CPU backend has fp8 alone. Half of each passage is decoded token by token, since a prompt that is read at once does not
-go through the cache. A preset that does not run ends the script; one that is in the results file is not run again. How
-large a cost is too large is the reader's to say.
+go through the cache. A preset that does not run ends the script; one that is in the results file is not run again. The
+GPU may be shared: the KV pool is given. How large a cost is too large is the reader's to say.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import measured
 import spec_decode
 from paths import ROOT
 
@@ -30,6 +32,7 @@ from launcher.reconcile.sides import parse
 RESULTS = Path(__file__).parent / "results" / "reconcile_kv.json"
 MODEL = ROOT / "tests" / "reference_model" / "weights"
 PRESETS = ("fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+MEMORY = "gpu_memory_utilization=0.05&kv_cache_memory_bytes=1073741824"
 FIXED = "turboquant"
 """Presets whose attention the plugin replaces: measured with and without it."""
 
@@ -39,11 +42,10 @@ def main() -> int:
     arguments = _arguments()
     if arguments.python == Path(sys.executable):
         spec_decode.install_plugin(arguments.work / "plugin")
-    base = f"vllm:{arguments.model}?dtype=bfloat16"
+    base = f"vllm:{arguments.model}?dtype=bfloat16&{MEMORY}"
     settings = Settings(arguments.tokens, arguments.passages, arguments.tokens // 2)
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "model": _name(arguments.model),
+        "host": _host(arguments.model, arguments.python),
         "text": prompts.BUNDLED.name,
         "settings": vars(settings),
         "presets": {},
@@ -77,8 +79,12 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _name(model: Path) -> str:
-    return str(model.relative_to(ROOT)) if model == MODEL else model.name
+def _host(model: Path, python: Path) -> dict[str, str]:
+    """The card or the processor and the model, and the versions of the Python that runs the engines."""
+    engine = "gpu" if shutil.which("nvidia-smi") else "cpu"
+    program = (str(python), str(Path(__file__).with_name("versions.py")))
+    versions: dict[str, str] = json.loads(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
+    return measured.host(engine, model) | versions
 
 
 def _arguments() -> argparse.Namespace:

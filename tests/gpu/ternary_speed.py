@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -130,9 +131,10 @@ class Run:
         self.shared_bytes = 0
         self.with_vllm = importlib.util.find_spec("vllm") is not None
         self.weights: dict[Shape, list[Any]] = {}
-        self.results: dict[str, Any] = {"schema": SCHEMA, "host": {}, "ceilings": {}, "correct": {}, "us": {}}
+        parts = ("host", "ceilings", "correct", "chosen", "us")
+        self.results: dict[str, Any] = {"schema": SCHEMA, **{part: {} for part in parts}}
         if path.exists():
-            self.results = json.loads(path.read_text(encoding="utf-8"))
+            self.results |= json.loads(path.read_text(encoding="utf-8"))
             if self.results.get("schema") != SCHEMA:
                 raise SystemExit(f"{path}: schema {self.results.get('schema')!r}; this script writes {SCHEMA}")
 
@@ -174,6 +176,8 @@ class Run:
             "cuda": torch.version.cuda,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
+        if self.with_vllm:
+            self.results["host"]["vllm"] = importlib.metadata.version("vllm")
         if "copy_bytes_per_s" not in self.results["ceilings"]:
             copied = bench.copy_bytes_per_s()
             self.results["ceilings"] = {"copy_bytes_per_s": copied, "launch_us": bench.launch_us()}
@@ -214,6 +218,7 @@ class Run:
         self._time(f"{m} x {shape} bf16", partial(bench.dense_us, shape, m))
         if self.with_vllm:
             self._time(f"{m} x {shape} marlin", partial(bench.marlin_us, shape, m))
+        self.results["chosen"][f"{m} x {shape}"] = self.chosen(m, shape)
         for config in configs:
             self._time(self._key(m, shape, config), partial(bench.ternary_us, packed, m, config))
         self._write()
@@ -236,6 +241,10 @@ class Run:
         found = {key.removeprefix(start): us for key, us in self.results["us"].items() if key.startswith(start)}
         return {key: us for key, us in found.items() if us is not None and key not in ("bf16", "marlin")}
 
+    def chosen(self, m: int, shape: Shape) -> str:
+        """The name of the configuration that a product runs with."""
+        return bench.name(kernels.choose(m, shape.k, self.shared_bytes))
+
     def table(self) -> str:
         """The best and the chosen configuration of each product."""
         ceilings = self.results["ceilings"]
@@ -251,7 +260,7 @@ class Run:
                 if not times:
                     continue
                 best = min(times, key=lambda key: times[key])
-                chosen = bench.name(kernels.choose(m, shape.k, self.shared_bytes))
+                chosen = self.chosen(m, shape)
                 lines.append(self._line(m, shape, best, times[best], chosen, times.get(chosen), copy))
         lines += [f"not compiled: {text[:160]}" for text in self.results["not_compiled"]]
         return "\n".join(lines)
