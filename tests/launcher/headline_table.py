@@ -1,9 +1,10 @@
-"""What speculation and prefix caching do to tool calls, as tables: headline.json and prefix_probe.json."""
+"""What tool calls come to, as tables: headline.json and prefix_probe.json, and reference_model.json without fixes."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from launcher.measure.verdict import percent
+from tests.launcher.result_tables import about, broken, parts, table, whole
 
 _COLUMNS = (
     "attention",
@@ -18,10 +19,9 @@ _COLUMNS = (
 
 def markdown(document: Mapping[str, Any]) -> str:
     """Return the table, the control last and each fixed case beside vLLM's own."""
-    host = document["host"]
-    about = f"{host['gpu']} (compute capability {host['compute_capability']}), vLLM {host['vllm']}, {host['date']}."
-    rows = [_COLUMNS, ("---",) * len(_COLUMNS), *(_row(one) for one in sorted(document["cases"].values(), key=_order))]
-    return "\n".join([about, "", *(f"| {' | '.join(row)} |" for row in rows)])
+    cases = document["cases"]
+    rows = [_row(one) for one in sorted(whole(cases).values(), key=_order)]
+    return parts(about(document["host"]), table(_COLUMNS, rows), broken(cases))
 
 
 def share(counted: Mapping[str, int]) -> str:
@@ -60,12 +60,15 @@ _PROBE_COLUMNS = (
 
 def probe_markdown(document: Mapping[str, Any]) -> str:
     """Return the table of the prefix-cache probe, and what came of the soak where there was one."""
-    cases = dict(document["cases"])
+    cases = whole(document["cases"])
     soak = cases.pop("soak", None)
-    rows = [_PROBE_COLUMNS, ("---",) * len(_PROBE_COLUMNS)]
-    rows += [_probe_row(entry, document["against_reference"].get(name)) for name, entry in sorted(cases.items())]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines if soak is None else [*lines, "", _soak_text(soak)])
+    rows = [_probe_row(entry, document["against_reference"].get(name)) for name, entry in sorted(cases.items())]
+    return parts(
+        about(document["host"]),
+        table(_PROBE_COLUMNS, rows),
+        "" if soak is None else _soak_text(soak),
+        broken(document["cases"]),
+    )
 
 
 def _probe_row(entry: Mapping[str, Any], against: Mapping[str, int] | None) -> tuple[str, ...]:
@@ -87,4 +90,25 @@ def _soak_text(entry: Mapping[str, Any]) -> str:
     return (
         f"Soak with both, {minutes:.0f} minutes of agents' conversations: {totals['asked']:,} replies, "
         f"{totals['wrong']} wrong, {totals['changed']} changed when repeated."
+    )
+
+
+_REFERENCE_COLUMNS = ("drafts", "right replies", "with the expected tokens", "accepted drafts")
+
+
+def reference_markdown(document: Mapping[str, Any]) -> str:
+    """Return the table of the reference model's score in vLLM as it is."""
+    cases = document["cases"]
+    ordered = sorted(whole(cases).values(), key=lambda entry: entry["speculates"])
+    rows = [_reference_row(entry) for entry in ordered]
+    return parts(about(document["host"]), table(_REFERENCE_COLUMNS, rows), broken(cases))
+
+
+def _reference_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    right, accepted = entry["right"], entry["accepted_drafts"]
+    return (
+        "MTP" if entry["speculates"] else "none",
+        f"{right['right']:,} of {right['total']:,}",
+        f"{entry['same_tokens']:,}",
+        "-" if accepted is None else percent(accepted),
     )

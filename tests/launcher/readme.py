@@ -15,8 +15,14 @@ from launcher.prepare import Options, shipped_and_own
 from launcher.profile import load_model
 from launcher.survey import pinned_versions
 from launcher.views import fixes_markdown, profiles_markdown
-from tests.launcher import fit_boots_table, headline_table, packed_attention_table
-from tests.launcher.proof import attention_markdown, proof_markdown, speed_markdown
+from tests.launcher import (
+    fit_boots_table,
+    headline_table,
+    kv_dtypes_table,
+    packed_attention_table,
+    ternary_tables,
+)
+from tests.launcher.proof import attention_markdown, proof_markdown
 from tests.launcher.turboquant_speed import end_to_end_markdown, prefill_markdown
 
 README = Path(__file__).parents[2] / "README.md"
@@ -28,13 +34,17 @@ NOT_MEASURED = "Not measured yet."
 def tables() -> dict[str, str]:
     """Return the tables by the names of their marks; planned from what is shipped, whatever lies on this machine."""
     pins = load_pins(lock=Path("no-digests-recorded.json"))
+    compact = partial(packed_attention_table.markdown, compact=True)
     plans = [make(Inputs(one, load_model(one.model), pins.of(one.vllm))) for one in shipped_and_own(Options())]
     return {
         "profiles": profiles_markdown(plans),
         "fixes": fixes_markdown(FIXES, pinned_versions()),
         "proof": proof_markdown(),
         "attention": attention_markdown(),
-        "speed": speed_markdown(),
+        "attention_speed": _measured("attention_speed", compact),
+        "end_to_end": _measured("end_to_end", end_to_end_markdown),
+        "headline": _measured("headline", headline_table.markdown),
+        "prefix_probe": _measured("prefix_probe", headline_table.probe_markdown),
     }
 
 
@@ -47,6 +57,10 @@ def gpu_tables() -> dict[str, str]:
         "attention_speed": _measured("attention_speed", packed_attention_table.markdown),
         "prefill_speed": _measured("prefill_speed", prefill_markdown),
         "end_to_end": _measured("end_to_end", end_to_end_markdown),
+        "reference_model": _measured("reference_model", headline_table.reference_markdown),
+        "ternary_speed": _measured("ternary_speed", ternary_tables.speed_markdown),
+        "ternary_engine": _measured("ternary_engine", ternary_tables.engine_markdown),
+        "kv_dtypes": _measured("reconcile_kv", kv_dtypes_table.markdown),
     }
 
 

@@ -19,7 +19,7 @@ def test_a_prefill_is_compared_with_vllms_own() -> None:
     assert "| `turboquant_k8v4` | 8,192 | 512 | 1.50 | 2.00 | 0.75 | 63 | 41 | 2.0e-03 | 2.0e-03 |" in text
 
 
-def test_an_engine_shows_its_steps_and_what_it_compiled_and_a_broken_case_is_left_out() -> None:
+def test_an_engine_shows_its_steps_and_what_it_compiled_and_a_broken_case_is_named() -> None:
     case = {
         "backend": "stock",
         "kv_cache_dtype": "auto",
@@ -30,4 +30,5 @@ def test_an_engine_shows_its_steps_and_what_it_compiled_and_a_broken_case_is_lef
     }
     text = end_to_end_markdown({"host": HOST, "layers": 16, "cases": {"a": case, "b": {"error": "died"}}})
     assert "| vLLM's own | bfloat16 | MTP | 4.50 | 222 | 3.00 | `kernel` |" in text
-    assert text.count("\n") == 4
+    assert text.endswith("\n\nWithout a result: `b`.")
+    assert text.count("\n") == 6

@@ -66,7 +66,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headline, "DEPTHS", (0.5,))
     monkeypatch.setattr(prefix_probe, "PREFIX_TOKENS", (600, 300))
     monkeypatch.setattr(prefix_probe, "INTERVAL_S", 0.1)
-    monkeypatch.setattr(sys.modules["measured"], "host", lambda engine, model: {"gpu": "none"})
+    monkeypatch.setattr(sys.modules["measured"], "host", lambda engine, model: {"gpu": "none", "date": "2026-11-30"})
 
 
 def read(path: Path) -> Entry:
@@ -316,3 +316,18 @@ def test_metrics_are_summed_over_labels() -> None:
 
 def test_a_share_below_all_is_never_shown_as_all() -> None:
     assert headline_table.share(asdict(Share(99_999, 100_000))) == "99.99 % of 100000"
+
+
+def test_tables_name_the_cases_that_did_not_end() -> None:
+    host = {"gpu": "a card", "vllm": "0.33.0", "date": "2026-11-30"}
+    cut = {"host": host, "cases": {"soak": {"error": "the soak is under way"}}, "against_reference": {}}
+    for markdown in (headline_table.markdown, headline_table.probe_markdown, headline_table.reference_markdown):
+        assert markdown(cut).endswith("|\n\nWithout a result: `soak`.")
+
+
+def test_the_reference_models_score_is_a_row_for_each_way_to_draft() -> None:
+    plain = {"speculates": False, "right": {"right": 1137, "total": 1140}, "same_tokens": 1130, "accepted_drafts": None}
+    cases = {"plain": plain, "mtp": {**plain, "speculates": True, "accepted_drafts": 0.8135}}
+    host = {"gpu": "a card", "vllm": "0.33.0", "date": "2026-11-30"}
+    rows = headline_table.reference_markdown({"host": host, "cases": cases}).splitlines()[4:]
+    assert rows == ["| none | 1,137 of 1,140 | 1,130 | - |", "| MTP | 1,137 of 1,140 | 1,130 | 81.35 % |"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from tests.launcher.result_tables import about, broken, parts, table, whole
+
 MIB = 2**20
-BACKENDS = {"fixed": "with the fix", "stock": "vLLM's own"}
+BACKENDS = {"fixed": "with the fix", "stock": "vLLM's own", "safe": "vLLM's own, safe mode"}
 
 
 def prefill_markdown(results: Mapping[str, Any]) -> str:
@@ -30,12 +32,12 @@ def prefill_markdown(results: Mapping[str, Any]) -> str:
             )
         )
     head = ("KV cache", "cached", "new", "ms", "vLLM's ms", "ratio", "MiB", "vLLM's MiB", "error", "vLLM's error")
-    return f"{_host(results['host'])}\n\n{_table(head, rows)}"
+    return parts(about(results["host"]), table(head, rows))
 
 
 def end_to_end_markdown(results: Mapping[str, Any]) -> str:
     """Decoding behind long contexts: the time of a step, tokens per second and the peak of each engine."""
-    done = {name: case for name, case in results["cases"].items() if "error" not in case}
+    done = whole(results["cases"])
     contexts = sorted({answer["context"] for case in done.values() for answer in case["answers"]})
     rows = []
     for case in done.values():
@@ -61,7 +63,8 @@ def end_to_end_markdown(results: Mapping[str, Any]) -> str:
         "peak GiB",
         "compiled while serving",
     )
-    return f"{_host(results['host'])} {results['layers']} layers.\n\n{_table(head, rows)}"
+    said = f"{about(results['host'])} {results['layers']} layers."
+    return parts(said, table(head, rows), broken(results["cases"]))
 
 
 def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -70,12 +73,3 @@ def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _mib(row: Mapping[str, Any]) -> float:
     return float((row["workspace_bytes"] + row["transient_bytes"]) / MIB)
-
-
-def _host(host: Mapping[str, str]) -> str:
-    return f"{host['gpu']}, vLLM {host['vllm']}, torch {host['torch']}, Triton {host['triton']}, {host['date']}."
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
