@@ -5,9 +5,9 @@
     python3 tests/gpu/everything.py --only headline soak   # some of them
     python3 tests/gpu/everything.py --list
 
-First what may share the card, all at once: correctness, with KV pools of a given size.  Then, one after the other and
-alone, what measures speed or memory.  Each measurement keeps its own results file; the logs are in --work.  The exit
-status is 0 when all holds, 3 when something is left, 1 otherwise.
+First what may share the card, PLACES at a time: correctness, with KV pools of a given size.  Then, one after the other
+and alone, what measures speed or memory.  Each measurement keeps its own results file; the logs are in --work.  The
+exit status is 0 when all holds, 3 when something is left, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+PLACES = 5
+"""Programs that share the card at a time; each may start several engines, and those want processor cores."""
 LEFT = 3
 """The exit status of a measurement that was cut."""
 LEAST_S = 30.0
@@ -71,14 +73,15 @@ STEPS = (
         shares=True,
         file="reference_model.json",
     ),
+    Step("spec-decode", "spec_decode.py", 900, ("--at-once", "4"), shares=True),
+    Step("kv-dtypes", "reconcile_kv.py", 600, shares=True, budget=False),
+    Step("ternary-kl", "ternary_engine.py", 300, ("--only", "kl"), shares=True),
     Step("attention-speed", "attention_speed.py", 150),
     Step("prefill-speed", "prefill_speed.py", 120),
     Step("end-to-end", "end_to_end.py", 560),
     Step("spec-attention", "spec_attention.py", 180, budget=False),
     Step("ternary-speed", "ternary_speed.py", 120),
     Step("ternary-engine", "ternary_engine.py", 560),
-    Step("kv-dtypes", "reconcile_kv.py", 300, budget=False),
-    Step("spec-decode", "spec_decode.py", 1200),
     Step("fit-boots", "fit_boots.py", 600, ("run",), results="--out"),
 )
 
@@ -96,11 +99,11 @@ class Ended:
 
 
 def run(steps: Sequence[Step], results: Path, work: Path, budget_s: float) -> dict[str, Ended]:
-    """Run steps, those that share the card first and at once, and return how each ended."""
+    """Run steps, those that share the card first and PLACES at a time, and return how each ended."""
     deadline = time.monotonic() + budget_s
     together = [step for step in steps if step.shares]
     ended: dict[str, Ended] = {}
-    with ThreadPoolExecutor(max(1, len(together))) as pool:
+    with ThreadPoolExecutor(PLACES) as pool:
         for step, outcome in zip(
             together, pool.map(lambda one: _run(one, results, work, deadline), together), strict=True
         ):

@@ -84,7 +84,7 @@ DEFAULTS = (
     _fixed(K8V4, "mtp", Graph.FULL_DECODE_ONLY, "async", "off"),
     _fixed(NC4, "mtp", Graph.FULL_AND_PIECEWISE, "async", "off"),
 )
-# The faults on vLLM's own backend, and the flags-only safe mode for the ratio of speeds.
+# The faults on vLLM's own backend, and the flags-only safe mode.
 STOCK = (
     Case(Backend.STOCK, K8V4, "mtp", Graph.FULL_DECODE_ONLY, "async", "off"),
     Case(Backend.STOCK, K8V4, "mtp", Graph.EAGER, "async", "off"),

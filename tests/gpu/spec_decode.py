@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Proof on a GPU that greedy output with speculation equals greedy output without, on a TurboQuant KV cache.
 
-    python3 tests/gpu/spec_decode.py --results tests/gpu/results/spec_decode.json --budget-s 560
+    python3 tests/gpu/spec_decode.py --results tests/gpu/results/spec_decode.json --at-once 4 --budget-s 560
 
-Needs one NVIDIA GPU and vLLM 0.33.0 importable; no weights and no network.  Runs the cases of spec_cases.py one after
-the other, each in a process of its own, and adds each to the results file as soon as it is done.  A case that is in the
+Needs one NVIDIA GPU and vLLM 0.33.0 importable; no weights and no network.  Runs the cases of spec_cases.py, so many at
+a time, each in a process of its own, and adds each to the results file as soon as it is done.  A case that is in the
 file is not run again, one that broke is, so the same command goes on where the last stopped.  No case is started that
-would probably not end within the budget.  The exit status is 0 when all cases are in the file and every fixed and every
-control case passes, 3 when cases are left, 1 otherwise.
+would probably not end within the budget.  Speed is not measured here: end_to_end.py does that.  The exit status is 0
+when all cases are in the file and every fixed and every control case passes, 3 when cases are left, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from multiprocessing.context import ForkContext, SpawnContext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import spec_cases
 import spec_compare
 import spec_engine
-from spec_cases import Backend, Case
+from spec_cases import Case
 from spec_compare import Generated
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "spec_decode.json"
 WORK = Path(tempfile.gettempdir()) / "spec-decode"
-SCHEMA = 1
-TIMEOUT_S = 300
+SCHEMA = 2
+TIMEOUT_S = 400
+REFUSALS = ("forked subprocess", "CUDA error: initialization error")
+"""What CUDA says in a forked process where it was started before the fork."""
 _PR_SET_PDEATHSIG = 1
 
 Run = Callable[[Case, Path], Any]
@@ -58,20 +62,25 @@ def main(arguments: Sequence[str] | None = None, run: Run | None = None) -> int:
     left = [case for case in spec_cases.in_order() if not _done(results, case)]
     if options.only:
         left = [case for case in left if options.only in case.id]
-    deadline = time.monotonic() + options.budget_s
-    for number, case in enumerate(left):
-        if time.monotonic() + _expected_s(case, first=not results["cases"]) > deadline:
-            print(f"stopping within the budget: {len(left) - number} cases are left")
-            break
-        print(f"[{number + 1}/{len(left)}] {case.id}", flush=True)
-        entry = execute(case, run or spec_engine.run, options.work)
+    begun = _begun(left, results, time.monotonic() + options.budget_s)
+    for case, entry in outcomes(begun, run or spec_engine.run, options.work, options.at_once):
         results["cases"][case.id] = entry
         results.setdefault("host", {}).update(entry.pop("host", {}))
         write(options.results, judged(results))
-        print("    " + line(case, results["cases"][case.id]), flush=True)
+        print(f"{case.id}: {line(entry)}", flush=True)
     results = judged(results)
     print(table(results))
     return status(results)
+
+
+def _begun(left: Sequence[Case], results: Mapping[str, Any], deadline: float) -> Iterator[Case]:
+    """Give the cases that are left, each when there is a place for it, until one would probably end too late."""
+    for number, case in enumerate(left):
+        if time.monotonic() + _expected_s(case, first=not results["cases"]) > deadline:
+            print(f"stopping within the budget: {len(left) - number} cases are left", flush=True)
+            return
+        print(f"[{number + 1}/{len(left)}] {case.id}", flush=True)
+        yield case
 
 
 def _expected_s(case: Case, *, first: bool) -> int:
@@ -82,9 +91,8 @@ def _expected_s(case: Case, *, first: bool) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the results file, which is gone on with")
-    parser.add_argument(
-        "--work", type=Path, default=Path(tempfile.gettempdir()) / "spec-decode", help="logs of the cases"
-    )
+    parser.add_argument("--work", type=Path, default=WORK, help="logs of the cases")
+    parser.add_argument("--at-once", type=int, default=1, help="cases at a time, which share the GPU")
     parser.add_argument("--budget-s", type=float, default=3600, help="start no case that would end later")
     parser.add_argument("--only", help="run only cases whose id contains this")
     parser.add_argument("--list", action="store_true", help="print the ids of all cases and stop")
@@ -124,7 +132,7 @@ def _done(results: Mapping[str, Any], case: Case) -> bool:
 
 
 def judged(results: dict[str, Any]) -> dict[str, Any]:
-    """The results with each case compared with its reference, and the ratios of speed of fixed to stock."""
+    """The results with each case compared with its reference."""
     cases = results["cases"]
     for case in spec_cases.in_order():
         entry, reference = cases.get(case.id), cases.get(case.reference.id)
@@ -134,7 +142,6 @@ def judged(results: dict[str, Any]) -> dict[str, Any]:
         entry["passes"] = spec_compare.passes(differences)
         entry["graphs_not_replayed"] = sorted(spec_engine.graphs_needed(case) - set(entry["graph_replays"]))
         entry["differences"] = {name: [asdict(one) for one in items] for name, items in differences.items()}
-    results["speed_ratios"] = _ratios(cases)
     results["uncovered_pairs"] = sorted(
         " ".join(pair)
         for pair in spec_cases.uncovered_pairs(case for case in spec_cases.PAIRWISE if _done(results, case))
@@ -149,61 +156,108 @@ def _streams(entry: Mapping[str, Any]) -> dict[str, tuple[Generated, ...]]:
     }
 
 
-def _ratios(cases: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Tokens per second of the fixed run of the same settings, and of the default profile, over each stock run."""
-    ratios = {}
-    for stock in spec_cases.STOCK:
-        same = Case(Backend.FIXED, *[getattr(stock, name) for name in list(spec_cases.FACTORS)])
-        for fixed in dict.fromkeys((same, spec_cases.DEFAULTS[0])):
-            if all("speed" in cases.get(case.id, {}) for case in (stock, fixed)) and (
-                fixed.kv_cache_dtype == stock.kv_cache_dtype
-            ):
-                one, other = cases[fixed.id]["speed"], cases[stock.id]["speed"]
-                ratios[f"{fixed.id} / {stock.id}"] = {key: round(one[key] / other[key], 3) for key in one}
-    return ratios
-
-
-# Running one case.
+# Running cases.
 
 
 class Cut(Exception):
     """A case was ended by the budget, before the time that it may take."""
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """A case in a process of its own; its output goes to a log, whose end is kept when it fails."""
+
+    case: Case
+    process: BaseProcess
+    forked: bool
+    directory: Path
+    begun: float
+    """By time.monotonic, in seconds."""
+
+    @classmethod
+    def of(cls, case: Case, run: Run, work: Path, *, forked: bool) -> _Attempt:
+        directory = work / case.id
+        directory.mkdir(parents=True, exist_ok=True)
+        outcome = directory / "record.json"
+        outcome.unlink(missing_ok=True)
+        context = multiprocessing.get_context("fork") if forked else multiprocessing.get_context("spawn")
+        process = context.Process(target=_child, args=(case, run, directory, outcome))
+        begun = time.monotonic()
+        process.start()
+        return cls(case, process, forked, directory, begun)
+
+    def has_ended(self, limit_s: float) -> bool:
+        """Whether it is done; one that ran past its time is ended.
+
+        Raises:
+            Cut: it ran past `limit_s`, which is less than a case may take.
+
+        """
+        if self.process.exitcode is not None:
+            return True
+        if time.monotonic() - self.begun < min(limit_s, TIMEOUT_S):
+            return False
+        self.end()
+        if limit_s < TIMEOUT_S:
+            raise Cut
+        return True
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def entry(self) -> dict[str, Any]:
+        seconds = round(time.monotonic() - self.begun, 1)
+        outcome, log = self.directory / "record.json", self.directory / "log"
+        if outcome.exists():
+            return {**asdict(self.case), **json.loads(outcome.read_text(encoding="utf-8")), "total_s": seconds}
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        why = "ran past its time" if seconds >= TIMEOUT_S else f"ended with {self.process.exitcode}"
+        return {**asdict(self.case), "error": f"{why}: {text[-3000:]}", "total_s": seconds}
+
+
+def outcomes(
+    cases: Iterable[Case], run: Run, work: Path, at_once: int = 1, limit_s: float = TIMEOUT_S
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Run cases, so many at a time, and give each when it is done, with its entry.
+
+    Each is forked after the long imports unless CUDA refuses that, and by this thread alone: a fork beside other
+    threads may inherit their locks, and Linux ends a child with the thread that forked it.
+
+    Raises:
+        Cut: one was not done within `limit_s`, which is less than a case may take.
+
+    """
+    waiting = iter(cases)
+    running: list[_Attempt] = []
+    try:
+        while True:
+            places = at_once - len(running)
+            running += [_Attempt.of(case, run, work, forked=True) for case in islice(waiting, places)]
+            if not running:
+                return
+            connection.wait([attempt.process.sentinel for attempt in running], timeout=0.5)
+            for attempt in [one for one in running if one.has_ended(limit_s)]:
+                running.remove(attempt)
+                entry = attempt.entry()
+                if attempt.forked and any(text in entry.get("error", "") for text in REFUSALS):
+                    running.append(_Attempt.of(attempt.case, run, work, forked=False))
+                else:
+                    yield attempt.case, entry
+    finally:
+        for attempt in running:
+            attempt.end()
+
+
 def execute(case: Case, run: Run, work: Path, limit_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Run a case in a process of its own, forked after the long imports unless CUDA refuses that.
+    """Run one case, and return its entry.
 
     Raises:
         Cut: it was not done within `limit_s`, which is less than a case may take.
 
     """
-    entry = _attempt(case, run, work, multiprocessing.get_context("fork"), limit_s)
-    if any(refusal in entry.get("error", "") for refusal in ("forked subprocess", "CUDA error: initialization error")):
-        entry = _attempt(case, run, work, multiprocessing.get_context("spawn"), limit_s)
+    ((_, entry),) = outcomes([case], run, work, limit_s=limit_s)
     return entry
-
-
-def _attempt(case: Case, run: Run, work: Path, context: ForkContext | SpawnContext, limit_s: float) -> dict[str, Any]:
-    """Run a case; its output goes to a log, whose end is kept when it fails."""
-    directory = work / case.id
-    directory.mkdir(parents=True, exist_ok=True)
-    outcome = directory / "record.json"
-    outcome.unlink(missing_ok=True)
-    start = time.monotonic()
-    child = context.Process(target=_child, args=(case, run, directory, outcome))
-    child.start()
-    child.join(min(limit_s, TIMEOUT_S))
-    if child.is_alive():
-        child.kill()
-        child.join()
-        if limit_s < TIMEOUT_S:
-            raise Cut
-    seconds = round(time.monotonic() - start, 1)
-    if outcome.exists():
-        return {**asdict(case), **json.loads(outcome.read_text(encoding="utf-8")), "total_s": seconds}
-    log = (directory / "log").read_text(encoding="utf-8", errors="replace") if (directory / "log").exists() else ""
-    why = "ran past its time" if seconds >= TIMEOUT_S else f"ended with {child.exitcode}"
-    return {**asdict(case), "error": f"{why}: {log[-3000:]}", "total_s": seconds}
 
 
 def _child(case: Case, run: Run, directory: Path, outcome: Path) -> None:
@@ -241,7 +295,7 @@ def host() -> dict[str, str]:
 # Reading the results.
 
 
-def line(case: Case, entry: Mapping[str, Any]) -> str:
+def line(entry: Mapping[str, Any]) -> str:
     """One case in one line."""
     if "error" in entry:
         return f"ERROR after {entry['total_s']} s: {entry['error'].strip().splitlines()[-1][:200]}"
@@ -251,7 +305,6 @@ def line(case: Case, entry: Mapping[str, Any]) -> str:
         parts.append(f"{name} {' '.join(str(one['common']) + short[one['verdict']] for one in items)}")
     if entry["acceptance_length"]:
         parts.append(f"acceptance {entry['acceptance_length']}")
-    parts.append(f"{entry['speed']['single_tokens_per_s']} and {entry['speed']['batch_tokens_per_s']} tok/s")
     if "passes" in entry:
         parts.append("pass" if entry["passes"] else "WRONG")
     if entry.get("graphs_not_replayed"):
@@ -260,12 +313,11 @@ def line(case: Case, entry: Mapping[str, Any]) -> str:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """All cases, one a line, and the ratios."""
+    """All cases, one a line."""
     lines = [f"near ties are below {results['epsilon']}; {json.dumps(results.get('host', {}))}"]
     for case in spec_cases.in_order():
         entry = results["cases"].get(case.id)
-        lines.append(f"{case.id}: {line(case, entry) if entry else 'not run'}")
-    lines += [f"{name}: {ratio}" for name, ratio in results["speed_ratios"].items()]
+        lines.append(f"{case.id}: {line(entry) if entry else 'not run'}")
     return "\n".join(lines)
 
 

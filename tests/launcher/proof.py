@@ -1,7 +1,6 @@
 """README's tables of what was measured on a GPU, from the files in tests/gpu/results."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,20 +34,6 @@ def attention_markdown() -> str:
     return _table(head, rows)
 
 
-def speed_markdown() -> str:
-    """Return the ratios of speed of the fix to vLLM's own attention under the same flags and under safer ones."""
-    results = _read("spec_decode.json")
-    rows = []
-    for names, ratio in results["speed_ratios"].items():
-        fixed, stock = (results["cases"][name] for name in names.split(" / "))
-        numbers = (f"{ratio[f'{load}_tokens_per_s']:.2f}" for load in ("single", "batch"))
-        verdicts = Counter(_verdicts(stock, ALONE + TOGETHER))
-        wrong = f"{verdicts['wrong']} of {verdicts.total()}"
-        rows.append((f"`{fixed['kv_cache_dtype']}`", _mode(fixed), _mode(stock), *numbers, wrong))
-    head = ("KV cache", "with the fix", "against vLLM's own", "one at a time", "eight at once", "wrong replies there")
-    return _table(head, rows)
-
-
 def _read(name: str) -> Mapping[str, Any]:
     document: Mapping[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return document
@@ -76,10 +61,6 @@ def _settings(case: Mapping[str, Any]) -> tuple[str, ...]:
         case["scheduling"],
         case["prefix_caching"],
     )
-
-
-def _mode(case: Mapping[str, Any]) -> str:
-    return f"{case['graph']}, {case['scheduling']}"
 
 
 def _verdicts(case: Mapping[str, Any], streams: Iterable[str]) -> list[str]:

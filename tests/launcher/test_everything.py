@@ -53,6 +53,14 @@ def test_what_shares_the_card_runs_at_once_and_the_rest_alone_and_behind_it(prog
     assert a[2] == ["--results", str(tmp_path / "program.json"), "--budget-s", "60"]
 
 
+def test_no_more_share_the_card_than_there_are_places(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(everything, "PLACES", 1)
+    run([step(program, name, seconds=0.2, shares=True) for name in ("a", "b")], tmp_path, tmp_path, 100)
+    assert logged(tmp_path, "a")[1] <= logged(tmp_path, "b")[0]
+
+
 def test_nothing_is_begun_that_has_no_time_and_what_does_not_end_is_ended(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,8 @@ def test_the_engines_cases_are_judged_by_the_targets() -> None:
     cases: dict[str, Any] = {"bf16": entry(13e9, 50), "marlin-int4": entry(4e9, 100), "ternary": entry(2.1e9, 200)}
     cases |= {"ternary-g128": entry(2.2e9, 190)}
     results = {"host": {}, "cases": cases}
-    assert engine.status(results) == 3
+    assert engine.status(results) == engine.status(results, ["kl"]) == 3
+    assert engine.status(results, ["bf16"]) == 0
     cases["kl"] = {"largest_kl": 0.001, "mean_kl": 0.0001}
     assert engine.status(results) == 0
     assert "ternary over marlin-int4: 2.00 at 1, 2.00 at 8, 2.00 at 16" in engine.table(results)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
+import multiprocessing
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ import spec_compare  # noqa: E402
 import spec_decode  # noqa: E402
 import spec_engine  # noqa: E402
 import spec_model  # noqa: E402
-from spec_cases import Backend, Case  # noqa: E402
+from spec_cases import Case  # noqa: E402
 from spec_compare import Generated, compare  # noqa: E402
 
 
@@ -73,10 +76,8 @@ def test_a_run_without_one_of_the_streams_is_refused() -> None:
 def record(tokens: tuple[int, ...], case: Case) -> spec_engine.Record:
     margins = (1.0,) * len(tokens) if case.method is None else ()
     streams: dict[str, tuple[Generated, ...]] = {"single": (Generated(tokens, margins),)}
-    speed = spec_engine.Speed(20.0, 100.0) if case.backend is Backend.FIXED else spec_engine.Speed(10.0, 40.0)
     return spec_engine.Record(
         streams=streams,
-        speed=speed,
         acceptance_length=None if case.method is None else 1.5,
         accepted_per_position=(),
         graph_replays=dict.fromkeys(spec_engine.graphs_needed(case), 7),
@@ -110,6 +111,12 @@ def without_graphs(case: Case, directory: Path) -> Any:
     return dataclasses.replace(stock_wrong(case, directory), graph_replays={})
 
 
+def refuses_forks(case: Case, directory: Path) -> Any:
+    if multiprocessing.current_process().__class__.__name__ == "ForkProcess":
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+    return right(case, directory)
+
+
 def breaks(case: Case, directory: Path) -> Any:
     raise RuntimeError(f"no memory for {case.id}")
 
@@ -140,10 +147,30 @@ def test_results_are_kept_case_by_case_and_gone_on_with(kit: Any, capsys: pytest
     stock = spec_cases.STOCK[0]
     assert results["cases"][stock.id]["passes"] is False
     assert results["cases"][spec_cases.DEFAULTS[0].id]["passes"] is True
-    assert results["speed_ratios"][f"{spec_cases.DEFAULTS[0].id} / {stock.id}"] == {
-        "single_tokens_per_s": 2.0,
-        "batch_tokens_per_s": 2.5,
-    }
+
+
+def by_twos(case: Case, directory: Path) -> Any:
+    """Wait for a second case that runs at the same time."""
+    (directory.parent / f"{os.getpid()}.here").touch()
+    until = time.monotonic() + 20
+    while len(list(directory.parent.glob("*.here"))) < 2:
+        if time.monotonic() > until:
+            raise RuntimeError("alone")
+        time.sleep(0.02)
+    return right(case, directory)
+
+
+def test_cases_run_so_many_at_a_time(kit: Any) -> None:
+    status, results = kit(by_twos, "--at-once", "2", "--only", "stock-auto-plain")
+    assert status == 3
+    assert [entry.get("error") for entry in results["cases"].values()] == [None, None]
+
+
+def test_a_case_whose_fork_cuda_refuses_is_spawned(tmp_path: Path) -> None:
+    case = spec_cases.in_order()[0]
+    ((done, entry),) = spec_decode.outcomes([case], refuses_forks, tmp_path)
+    assert done == case
+    assert "error" not in entry
 
 
 def test_a_wrong_fixed_case_fails_the_proof(kit: Any) -> None:
@@ -187,7 +214,7 @@ def test_numbers_of_a_list_share_a_line_and_stay_what_they_are(tmp_path: Path) -
 def test_results_of_another_schema_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text('{"schema": 0}')
-    with pytest.raises(SystemExit, match="schema 0, not 1"):
+    with pytest.raises(SystemExit, match="schema 0, not 2"):
         spec_decode.main(["--results", str(path)], right)
     assert path.read_text() == '{"schema": 0}'
 
@@ -211,6 +238,13 @@ def test_stock_runs_disable_the_fix_and_fixed_runs_require_it(tmp_path: Path) ->
         spec_engine._check(fixed, Counter({"TurboQuantAttentionImpl": 4}), ["SpecDecodeMetadataBuilder"], "applied: ")
     with pytest.raises(RuntimeError, match="the fix is applied"):
         spec_engine._check(stock, Counter({"TurboQuantAttentionImpl": 4}), ["TurboQuantMetadataBuilder"], "applied: ")
+
+
+def test_the_given_kv_pool_holds_as_many_requests_as_run() -> None:
+    layers, heads, size = spec_model.ATTENTION_LAYERS + 1, 2, 256  # with that of MTP
+    block = 544  # tokens in a block of bfloat16, the largest cache; a GDN state takes as much as a layer's block
+    blocks = math.ceil(spec_model.MAX_MODEL_LEN / block) + 1 + spec_model.DRAFTS
+    assert spec_engine.MAX_SEQS * blocks * block * layers * heads * size * 2 * 2 < spec_engine.POOL_BYTES
 
 
 @pytest.mark.parametrize("case", spec_cases.in_order(), ids=lambda case: case.id)

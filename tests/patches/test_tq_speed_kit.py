@@ -38,17 +38,28 @@ def entry(case: Case) -> dict[str, Any]:
 
 
 def test_every_cache_is_timed_with_and_without_drafts_and_the_telling_cases_come_first() -> None:
-    assert len({case.id for case in CASES}) == len(CASES) == 10
-    assert [case.id for case in CASES[:3]] == [
+    assert len({case.id for case in CASES}) == len(CASES) == 11
+    assert [case.id for case in CASES[:4]] == [
         "fixed-turboquant_k8v4-mtp",
         "stock-turboquant_k8v4-mtp",
         "stock-auto-mtp",
+        "safe-turboquant_k8v4-mtp",
     ]
     for case in CASES:
         assert end_to_end.environment(case, Path("x"))["GRAFT_REQUIRE"] == (
             "tq-spec-decode" if case.backend == "fixed" else ""
         )
         assert ("speculative_config" in end_to_end.settings(case)) == case.mtp
+
+
+def test_the_safe_mode_has_the_flags_of_a_plan_without_the_fix() -> None:
+    (safe,) = (case for case in CASES if case.backend == "safe")
+    settings = end_to_end.settings(safe)
+    assert settings["compilation_config"] == {"cudagraph_mode": "PIECEWISE"}
+    assert (settings["async_scheduling"], settings["max_num_seqs"]) == (False, 1)
+    assert end_to_end.environment(safe, Path("x"))["GRAFT_DISABLE"] == "tq-spec-decode"
+    piecewise = {**asdict(safe), **entry(safe), "graph_replays": {}, "compiled_while_serving": {}}
+    assert end_to_end.problems({"cases": {safe.id: piecewise}}) == []
 
 
 def test_the_model_has_the_layers_of_the_whole_one_and_its_share_of_attention() -> None:
@@ -82,9 +93,9 @@ def test_results_are_kept_case_by_case_and_gone_on_with(tmp_path: Path) -> None:
 
     options = ["--results", str(results), "--work", str(tmp_path / "work")]
     assert end_to_end.main([*options, "--only", "k8v4-mtp"], execute) == 3
-    assert asked == ["fixed-turboquant_k8v4-mtp", "stock-turboquant_k8v4-mtp"]
+    assert asked == ["fixed-turboquant_k8v4-mtp", "stock-turboquant_k8v4-mtp", "safe-turboquant_k8v4-mtp"]
     assert end_to_end.main([*options, "--budget-s", "1"], execute) == 3
-    assert len(asked) == 2
+    assert len(asked) == 3
     assert end_to_end.main(options, execute) == 0
     assert len(asked) == len(CASES)
     kept = json.loads(results.read_text())
