@@ -22,6 +22,8 @@ import ternary_bench as bench  # noqa: E402
 import ternary_engine as engine  # noqa: E402
 import ternary_speed as speed  # noqa: E402
 
+from tests.launcher.ternary_tables import speed_markdown  # noqa: E402
+
 
 class Pool:
     """In a pool's place, without processes."""
@@ -87,7 +89,9 @@ def test_a_figure_is_measured_once_and_shown_beside_what_it_is_compared_with(
 
 
 def test_without_tuning_only_what_would_be_chosen_is_measured(measured: list[str], tmp_path: Path) -> None:
-    assert speed.main(["--results", str(tmp_path / "speed.json")]) == 0
+    results = tmp_path / "speed.json"
+    assert speed.main(["--results", str(results)]) == 0
+    assert "| 1 | 4096 x 4096 | 8.00 | 40.00 |" in speed_markdown(json.loads(results.read_text(encoding="utf-8")))
     assert {entry for entry in measured if entry.startswith("1 ")} == {"1 gemv w8 r1 t4 s3"}
 
 
