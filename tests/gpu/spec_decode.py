@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -38,6 +37,7 @@ import spec_compare
 import spec_engine
 from spec_cases import Case
 from spec_compare import Generated
+from versions import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "spec_decode.json"
@@ -276,12 +276,7 @@ def _child(case: Case, run: Run, directory: Path, outcome: Path) -> None:
 def host() -> dict[str, str]:
     """The card and the versions that ran."""
     torch = sys.modules.get("torch")
-    found = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "python": sys.version.split()[0]}
-    for name in ("vllm", "torch", "triton", "vllm-graft"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+    found = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **versions("vllm-graft")}
     if torch is not None and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         found |= {

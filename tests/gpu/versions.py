@@ -7,10 +7,10 @@ import json
 import sys
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python, vLLM, torch and Triton."""
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions of Python, vLLM, torch, Triton and further distributions."""
     found = {"python": sys.version.split()[0]}
-    for name in ("vllm", "torch", "triton"):
+    for name in ("vllm", "torch", "triton", *more):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,9 +1,11 @@
 """README's tables of what was measured on a GPU, from the files in tests/gpu/results."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.launcher.result_tables import about, parts, table
 
 RESULTS = Path(__file__).parents[1] / "gpu" / "results"
 DRAFTS = {"mtp": "MTP", "ngram": "n-gram"}
@@ -19,7 +21,7 @@ def proof_markdown() -> str:
     counts = ("wrong, one at a time", "wrong, together", "near ties", "tokens a step")
     rows = [(*_settings(case), *_counts(case)) for case in ordered]
     rule = f"A near tie is a first difference where the two best tokens are less than {results['epsilon']} nats apart."
-    return "\n".join((f"{_host(results['host'])} {rule}", "", _table((*head, *counts), rows)))
+    return parts(f"{about(results['host'])} {rule}", table((*head, *counts), rows))
 
 
 def attention_markdown() -> str:
@@ -31,19 +33,12 @@ def attention_markdown() -> str:
             errors = [found[name][case]["largest"] for case in ("graph", "rejected-drafts", "beside-a-prompt", "eager")]
             rows.append((title, f"`{dtype}`", *(f"{error:.3g}" for error in errors), f"{found[f'{name}_ms']:.3f}"))
     head = ("attention", "KV cache", "in a FULL graph", "after rejected drafts", "beside a new prompt", "eager", "ms")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _read(name: str) -> Mapping[str, Any]:
     document: Mapping[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return document
-
-
-def _host(host: Mapping[str, str]) -> str:
-    return (
-        f"{host['gpu']} (compute capability {host['compute_capability']}), vLLM {host['vllm']}, torch {host['torch']}, "
-        f"Triton {host['triton']}, CUDA {host['cuda']}, Python {host['python']}, {host['date']}."
-    )
 
 
 def _order(case: Mapping[str, Any]) -> int:
@@ -75,8 +70,3 @@ def _counts(case: Mapping[str, Any]) -> tuple[str, ...]:
         str((alone + together).count("near-tie")),
         f"{case['acceptance_length']:.2f}",
     )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = (head, ("---",) * len(head), *rows)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_VERSIONS = {"vllm": "vLLM", "torch": "torch", "triton": "Triton"}
+_VERSIONS = {"vllm": "vLLM", "torch": "torch", "triton": "Triton", "cuda": "CUDA", "python": "Python"}
 
 
 def about(host: Mapping[str, str]) -> str:
