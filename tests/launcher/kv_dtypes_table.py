@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from launcher.reconcile.report import number
 from tests.launcher.result_tables import about, parts, table
 
 _COLUMNS = ("KV cache", "attention", "perplexity", "KL mean", "KL largest", "same first choice", "first to differ")
@@ -18,7 +19,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{about(document['host'])} `{document['host']['model']}` on `{document['text']}`: {settings['passages']} "
         f"passages of {settings['tokens']} tokens, the last {settings['decoded']} of each decoded one by one."
     )
-    control = ("bfloat16", "vLLM's own", f"{base:.2f}", *["-"] * 4)
+    control = ("bfloat16", "vLLM's own", number(base), *["-"] * 4)
     return parts(said, table(_COLUMNS, [control, *(_row(name, found) for name, found in presets.items())]))
 
 
@@ -29,9 +30,9 @@ def _row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"`{dtype}`",
         "with the fix" if dtype.startswith(_REPLACED) and "fixes=off" not in options else "vLLM's own",
-        f"{perplexity:.2f} ({100 * (perplexity / base - 1):+.1f} %)",
-        f"{found['kl_mean']:.2g}",
-        f"{found['kl_max']:.2g}",
+        number(perplexity) if perplexity is None else f"{number(perplexity)} ({100 * (perplexity / base - 1):+.1f} %)",
+        number(found["kl_mean"]),
+        number(found["kl_max"]),
         f"{100 * found['top1_agreement']:.1f} %",
         f"`{first}`" if first else "none",
     )

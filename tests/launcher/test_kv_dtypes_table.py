@@ -11,6 +11,7 @@ DOCUMENT = {
         "fp8": {**FOUND, "first": None},
         "turboquant_k8v4&fixes=off": {**FOUND, "first": "layers.0.mlp"},
         "turboquant_k8v4": {**FOUND, "first": None},
+        "turboquant_3bit_nc&fixes=off": {**FOUND, "perplexity_b": None, "kl_mean": None, "kl_max": None, "first": None},
     },
 }
 
@@ -21,8 +22,9 @@ def test_a_preset_is_a_row_beside_bfloat16_with_the_attention_that_ran() -> None
         "a card (compute capability 9.0), vLLM 0.33.0, 2026-11-30. `a-model` on `alice.txt`: 4 passages"
     )
     assert text.splitlines()[4:] == [
-        "| bfloat16 | vLLM's own | 31.70 | - | - | - | - |",
-        "| `fp8` | vLLM's own | 32.10 (+1.3 %) | 0.018 | 0.12 | 92.6 % | none |",
-        "| `turboquant_k8v4` | vLLM's own | 32.10 (+1.3 %) | 0.018 | 0.12 | 92.6 % | `layers.0.mlp` |",
-        "| `turboquant_k8v4` | with the fix | 32.10 (+1.3 %) | 0.018 | 0.12 | 92.6 % | none |",
+        "| bfloat16 | vLLM's own | 31.7 | - | - | - | - |",
+        "| `fp8` | vLLM's own | 32.1 (+1.3 %) | 0.0183 | 0.115 | 92.6 % | none |",
+        "| `turboquant_k8v4` | vLLM's own | 32.1 (+1.3 %) | 0.0183 | 0.115 | 92.6 % | `layers.0.mlp` |",
+        "| `turboquant_k8v4` | with the fix | 32.1 (+1.3 %) | 0.0183 | 0.115 | 92.6 % | none |",
+        "| `turboquant_3bit_nc` | vLLM's own | infinite | infinite | infinite | 92.6 % | none |",
     ]
