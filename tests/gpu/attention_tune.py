@@ -37,7 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 4e-3}  # of the output's rounding and of FP16 operands
 SHAPES = ((1, 128), (1, 1024), (1, 8192), (1, 32768), (1, 131072), (1, 262144), (8, 32768))
 SCREENED = ((1, 32768), (1, 262144))
-WARPS_PER_SM = (4, 8, 12)
+WARPS_PER_SM = (8, 12)
 """Warps that the programs of a grid have on each multiprocessor: as many programs as make up so many."""
 PAGE = 64
 
@@ -83,31 +83,36 @@ def launch(
 
 VARIANTS = {
     ("turboquant_k8v4", 1): [
-        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 3), (64, 2, 2), (32, 2, 2), (32, 2, 3), (16, 2, 4))),
-        *(launch(*at, fp8=True) for at in ((32, 1, 2), (32, 1, 3), (16, 1, 3), (16, 1, 4))),
+        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 2, 2), (32, 2, 2), (128, 4, 2), (32, 1, 2), (16, 1, 3))),
+        *(launch(64, warps, 2, fp8=True, fetch="L2") for warps in (2, 4)),
         launch(32, 1, 2, fp8=True, fetch="L2"),
-        launch(64, 4, 2, fp8=True, registers=168),
-        launch(32, 1, 2),
+        launch(64, 2, 2),
+        launch(64, 4, 2),
     ],
     ("turboquant_k8v4", 4): [
-        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 3), (32, 4, 2), (32, 4, 3), (64, 8, 2))),
-        *(launch(*at, fp8=True) for at in ((32, 2, 2), (16, 2, 3), (16, 2, 4))),
+        *(launch(*at, fp8=True) for at in ((64, 4, 2), (64, 4, 1), (128, 4, 2), (128, 4, 1), (128, 8, 2), (32, 2, 2))),
+        *(launch(tokens, 4, 2, fp8=True, fetch="L2") for tokens in (64, 128)),
         launch(64, 4, 2),
     ],
     ("turboquant_4bit_nc", 1): [
-        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (64, 2), (32, 2), (16, 2), (16, 1))),
-        *(launch(*at, 1, fetch="L1") for at in ((64, 4), (32, 2), (16, 2))),
-        launch(64, 4, 1, fetch="L2", registers=168),
-        launch(64, 4, 1, fetch="L2", reload=True),
+        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (128, 4), (128, 8), (64, 2), (32, 2), (16, 1))),
+        launch(64, 4, 1, fetch="L1"),
+        launch(64, 4, 1),
     ],
     ("turboquant_4bit_nc", 4): [
-        *(launch(*at, 1, fetch="L2", reload=True) for at in ((64, 4), (64, 8), (32, 4), (128, 8))),
-        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (16, 4), (16, 2))),
+        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (64, 8), (128, 8))),
+        launch(64, 4, 1, fetch="L2", reload=True),
     ],
-    ("turboquant_k3v4_nc", 1): [launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (32, 2), (16, 2))],
-    ("turboquant_k3v4_nc", 4): [launch(*at, 1, fetch="L2", reload=True) for at in ((64, 8), (64, 4), (32, 4))],
-    ("turboquant_3bit_nc", 1): [launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 4), (32, 2), (16, 2))],
-    ("turboquant_3bit_nc", 4): [launch(*at, 1, fetch="L2", reload=True) for at in ((64, 8), (64, 4), (32, 4))],
+    ("turboquant_k3v4_nc", 1): [launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 2), (16, 2), (64, 8))],
+    ("turboquant_k3v4_nc", 4): [
+        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (64, 8), (32, 4))),
+        launch(64, 4, 1, fetch="L2", reload=True),
+    ],
+    ("turboquant_3bit_nc", 1): [launch(*at, 1, fetch="L2") for at in ((64, 4), (32, 2), (16, 2), (64, 8))],
+    ("turboquant_3bit_nc", 4): [
+        *(launch(*at, 1, fetch="L2") for at in ((64, 4), (64, 8), (32, 4))),
+        launch(64, 4, 1, fetch="L2", reload=True),
+    ],
 }
 
 

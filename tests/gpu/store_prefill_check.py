@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
 
 import spec_decode
 import torch
+from clock import copy_bytes_per_s
 from kept import Kept, OutOfTime
 from vllm_graft.attention.kernels import dequantize as dequantizing
 from vllm_graft.attention.kernels import merge as merging
@@ -228,9 +229,7 @@ def time_dequantize(layout: SlotLayout) -> dict[str, list[float]]:
 
 def time_rest() -> dict[str, float]:
     """GB/s of a copy, and milliseconds of merging and rotating so many tokens of Qwen3.6-27B."""
-    source = torch.empty(2**29, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    found = {"copy_gb_s": float(round(2 * len(source) / milliseconds(lambda: target.copy_(source)) / 1e6))}
+    found = {"copy_gb_s": float(round(copy_bytes_per_s() / 1e9))}
     for tokens in (512, 1408):
         out, part = (torch.randn(tokens, HEADS, HEAD_SIZE, device=DEVICE).bfloat16() for _ in "ab")
         total, lse = torch.empty_like(out, dtype=torch.float32), torch.zeros(HEADS, tokens, device=DEVICE)

@@ -83,12 +83,13 @@ def _elapsed_us(graph: Any, replays: int) -> float:
     return float(start.elapsed_time(end)) * 1000 / replays
 
 
-def copy_bytes_per_s() -> float:
-    """Bandwidth of a copy in device memory, bytes read plus bytes written."""
-    source = torch.randint(0, 255, (1 << 30,), device="cuda", dtype=torch.uint8)
-    target = torch.empty_like(source)
-    seconds = microseconds([lambda: target.copy_(source)], 10000) / 1e6
-    return 2 * int(source.numel()) / seconds
+def copy_us(shape: Shape) -> float:
+    """Time of a copy that moves as many bytes as a product reads of its weight, half read and half written."""
+    half = shape.packed_bytes // 2
+    copies = max(2, -(-COLD_BYTES // half))
+    sources = [torch.randint(0, 255, (half,), device="cuda", dtype=torch.uint8) for _ in range(copies)]
+    targets = [torch.empty_like(source) for source in sources]
+    return microseconds([partial(target.copy_, source) for source, target in zip(sources, targets, strict=True)])
 
 
 def launch_us() -> float:

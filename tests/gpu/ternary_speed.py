@@ -30,6 +30,7 @@ import paths  # noqa: F401
 import ternary_bench as bench
 import torch
 import triton
+from clock import copy_bytes_per_s
 from ternary_bench import Config, Shape
 from vllm_graft.quantization.ternary import kernels
 from vllm_graft.quantization.ternary.kernels import GemmConfig, GemvConfig
@@ -46,21 +47,20 @@ GEMM_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 ONE_TOKEN: tuple[Config, ...] = tuple(
     GemvConfig(*sizes)
     for sizes in (
-        *((4, 1, 1, 3), (4, 1, 1, 5), (4, 1, 2, 3), (4, 1, 4, 2), (4, 1, 4, 3), (4, 2, 2, 2), (4, 2, 2, 3)),
-        *((8, 1, 1, 3), (8, 1, 1, 5), (8, 1, 2, 3), (8, 1, 4, 2), (8, 1, 4, 3), (8, 2, 1, 3), (8, 2, 2, 2)),
-        *((8, 2, 2, 3), (8, 4, 1, 3), (16, 1, 1, 3), (16, 1, 2, 2), (16, 1, 2, 3), (16, 2, 1, 2), (16, 2, 1, 3)),
-        *((4, 1, 4, 2, True), (8, 1, 1, 5, True), (8, 1, 4, 2, True), (8, 1, 4, 3, True), (16, 1, 2, 2, True)),
-        *((8, 2, 2, 2, True), (16, 1, 1, 3, True)),
+        *((2, 1, 2, 3), (2, 1, 2, 4), (2, 1, 4, 2), (2, 1, 4, 3), (2, 2, 2, 3), (2, 1, 1, 6), (4, 1, 1, 3), (4, 1, 1, 5)),
+        *((4, 1, 2, 2), (4, 1, 2, 3), (4, 1, 2, 4), (4, 1, 4, 2), (4, 1, 4, 3), (4, 2, 2, 2), (4, 2, 2, 3), (8, 1, 1, 5)),
+        *((8, 1, 2, 3), (8, 1, 4, 3), (8, 2, 2, 2), (16, 1, 1, 3), (16, 1, 2, 2)),
+        *((4, 1, 2, 3, True), (4, 1, 1, 5, True), (4, 2, 2, 2, True), (2, 1, 2, 4, True), (8, 1, 2, 3, True)),
     )
 )
 FEW_TOKENS: tuple[Config, ...] = (
-    *(GemmConfig(64, 16, 4, 4), GemmConfig(64, 16, 4, 6), GemmConfig(128, 16, 4, 4)),
+    *(GemmConfig(64, 16, 4, 4), GemmConfig(64, 16, 4, 6)),
     *(
         GemvConfig(*sizes)
         for sizes in (
-            *((4, 1, 1, 4), (4, 2, 1, 3), (4, 2, 2, 2), (4, 4, 1, 2), (4, 4, 1, 3), (8, 1, 1, 2), (8, 1, 1, 3)),
-            *((8, 1, 2, 2), (8, 2, 1, 2), (8, 2, 1, 3), (8, 4, 1, 2), (16, 1, 1, 2), (16, 2, 1, 2)),
-            *((8, 1, 1, 3, True), (8, 2, 1, 2, True)),
+            *((2, 1, 1, 4), (2, 1, 1, 6), (2, 2, 1, 4), (4, 1, 1, 3), (4, 1, 1, 4), (4, 1, 1, 5), (4, 1, 1, 6)),
+            *((4, 1, 2, 2), (4, 1, 2, 3), (4, 2, 1, 3), (4, 2, 1, 4), (4, 2, 2, 2), (4, 4, 1, 3)),
+            *((8, 1, 1, 3), (8, 2, 1, 3), (4, 1, 1, 4, True), (4, 2, 1, 3, True)),
         )
     ),
 )
@@ -179,7 +179,7 @@ class Run:
         if self.with_vllm:
             self.results["host"]["vllm"] = importlib.metadata.version("vllm")
         if "copy_bytes_per_s" not in self.results["ceilings"]:
-            copied = bench.copy_bytes_per_s()
+            copied = copy_bytes_per_s()
             self.results["ceilings"] = {"copy_bytes_per_s": copied, "launch_us": bench.launch_us()}
         self._write()
 
@@ -218,6 +218,8 @@ class Run:
         self._time(f"{m} x {shape} bf16", partial(bench.dense_us, shape, m))
         if self.with_vllm:
             self._time(f"{m} x {shape} marlin", partial(bench.marlin_us, shape, m))
+        if m == 1:
+            self._time(f"{m} x {shape} copy", partial(bench.copy_us, shape))
         self.results["chosen"][f"{m} x {shape}"] = self.chosen(m, shape)
         for config in configs:
             self._time(self._key(m, shape, config), partial(bench.ternary_us, packed, m, config))
@@ -239,7 +241,7 @@ class Run:
         """Times of the configurations of one product, in microseconds."""
         start = f"{m} x {shape} "
         found = {key.removeprefix(start): us for key, us in self.results["us"].items() if key.startswith(start)}
-        return {key: us for key, us in found.items() if us is not None and key not in ("bf16", "marlin")}
+        return {key: us for key, us in found.items() if us is not None and key not in ("bf16", "marlin", "copy")}
 
     def chosen(self, m: int, shape: Shape) -> str:
         """The name of the configuration that a product runs with."""

@@ -7,7 +7,7 @@ from tests.launcher.result_tables import about, broken, parts, table, whole
 
 FEW_TOKENS = 16
 """Up to so many a product reads its weights at the speed of memory; beyond, it computes."""
-_SPEED = ("tokens", "weight", "us", "cuBLAS, bfloat16", "Marlin, int4", "times cuBLAS", "times Marlin", "rate")
+_SPEED = ("tokens", "weight", "us", "copy", "cuBLAS, bfloat16", "Marlin, int4", "times cuBLAS", "times Marlin", "rate")
 _ENGINES = {
     "bf16": "bfloat16",
     "marlin-int4": "int4, Marlin",
@@ -34,14 +34,15 @@ def speed_markdown(document: Mapping[str, Any]) -> str:
     for product, config in document["chosen"].items():
         us = found.get(f"{product} {config}")
         if us is not None:
-            others = [found.get(f"{product} {other}") for other in ("bf16", "marlin")]
+            others = [found.get(f"{product} {other}") for other in ("copy", "bf16", "marlin")]
             rows.append(_product(product, us, others, copy))
     rows.sort(key=lambda row: int(row[0].replace(",", "")))
     correct = document["correct"].values()
     said = (
         f"{about(document['host'])} Outputs x inputs of a weight; copy bandwidth {copy / 1e12:.2f} TB/s. "
         f"{sum(one['right'] for one in correct)} of {len(correct)} products at odd sizes are right against float64. "
-        f"The rate of up to {FEW_TOKENS} tokens is that of the weight's bytes, as a share of that bandwidth."
+        f"The rate of up to {FEW_TOKENS} tokens is that of the weight's bytes, as a share of that bandwidth; copy is the time "
+        "of a copy that moves as many bytes."
     )
     return parts(said, table(_SPEED, rows))
 
@@ -57,7 +58,7 @@ def _product(product: str, us: float, others: list[float | None], copy: float) -
         weight.replace("x", " x "),
         f"{us:,.2f}",
         *("-" if other is None else f"{other:,.2f}" for other in others),
-        *("-" if other is None else f"{other / us:.2f}" for other in others),
+        *("-" if other is None else f"{other / us:.2f}" for other in others[1:]),
         reached if few else rate,
     )
 

@@ -17,6 +17,7 @@ def test_a_product_is_shown_with_the_configuration_that_is_served() -> None:
             "2048 x 4096x4096 bf16": 100.0,
             "2048 x 4096x4096 gemm a": 200.0,
             "1 x 4096x4096 bf16": 10.0,
+            "1 x 4096x4096 copy": 1.5,
             "1 x 4096x4096 marlin": 4.0,
             "1 x 4096x4096 gemv a": 2.0,
             "1 x 4096x4096 gemv b": 1.0,
@@ -27,8 +28,8 @@ def test_a_product_is_shown_with_the_configuration_that_is_served() -> None:
     assert text.startswith("a card, vLLM 0.33.0, torch 2.14.0, Triton 3.8.0, 2026-11-30.")
     assert "1 of 2 products at odd sizes are right" in text
     assert text.splitlines()[-2:] == [
-        "| 1 | 4096 x 4096 | 2.00 | 10.00 | 4.00 | 5.00 | 2.00 | 52 % |",
-        "| 2,048 | 4096 x 4096 | 200.00 | 100.00 | - | 0.50 | - | 344 TFLOP/s |",
+        "| 1 | 4096 x 4096 | 2.00 | 1.50 | 10.00 | 4.00 | 5.00 | 2.00 | 52 % |",
+        "| 2,048 | 4096 x 4096 | 200.00 | - | 100.00 | - | 0.50 | - | 344 TFLOP/s |",
     ]
 
 

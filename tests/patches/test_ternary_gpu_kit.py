@@ -59,10 +59,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "dense_us": lambda shape, m: 40.0,
         "marlin_us": lambda shape, m: 16.0,
         "error": lambda *parts, **named: 1e-4,
-        "copy_bytes_per_s": lambda: 4e12,
+        "copy_us": lambda shape: 3.0,
         "launch_us": lambda: 1.5,
     }.items():
         monkeypatch.setattr(bench, name, stand_in)
+    monkeypatch.setattr(speed, "copy_bytes_per_s", lambda: 4e12)
     monkeypatch.setattr(speed, "_compile", lambda product: "")
     monkeypatch.setattr(speed, "_shared_bytes", lambda: 227 << 10)
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: type("Context", (), {"Pool": Pool}))
@@ -91,7 +92,7 @@ def test_a_figure_is_measured_once_and_shown_beside_what_it_is_compared_with(
 def test_without_tuning_only_what_would_be_chosen_is_measured(measured: list[str], tmp_path: Path) -> None:
     results = tmp_path / "speed.json"
     assert speed.main(["--results", str(results)]) == 0
-    assert "| 1 | 4096 x 4096 | 8.00 | 40.00 |" in speed_markdown(json.loads(results.read_text(encoding="utf-8")))
+    assert "| 1 | 4096 x 4096 | 8.00 | 3.00 | 40.00 |" in speed_markdown(json.loads(results.read_text(encoding="utf-8")))
     assert {entry for entry in measured if entry.startswith("1 ")} == {"1 gemv w8 r1 t4 s3"}
 
 
