@@ -63,9 +63,8 @@ class Case:
         )
         how = f"n{at.block_tokens} w{at.num_warps} s{at.num_stages}"
         how += f" {'hw' if at.hardware_fp8 else 'sw'}{f' {at.fetch}' if at.fetch else ''}"
-        limit = f" r{at.max_registers}" if at.max_registers else ""
-        limit += " reload" if at.reload_queries else ""
-        return f"{kind} {how}{limit} p{self.page}"
+        reload = " reload" if at.reload_queries else ""
+        return f"{kind} {how}{reload} p{self.page}"
 
 
 def launch(
@@ -75,10 +74,9 @@ def launch(
     *,
     fp8: bool = False,
     fetch: str | None = None,
-    registers: int | None = None,
     reload: bool = False,
 ) -> Launch:
-    return Launch(tokens, warps, stages, 2, 1, fp8, fetch, registers, reload, "measured")
+    return Launch(tokens, warps, stages, 2, 1, fp8, fetch, reload, "measured")
 
 
 VARIANTS = {

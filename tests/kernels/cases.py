@@ -51,7 +51,7 @@ class Inputs:
 
 
 def launch(tokens: int = 32, *, hardware_fp8: bool = False, min_tiles: int = 1) -> Launch:
-    return Launch(tokens, 4, 2, 2, min_tiles, hardware_fp8, None, None, False, "for a test")
+    return Launch(tokens, 4, 2, 2, min_tiles, hardware_fp8, None, False, "for a test")
 
 
 def centroids(layout: SlotLayout) -> torch.Tensor:

@@ -525,7 +525,6 @@ def verify_attention(
         FP8_UNIT=1.0 / E4M3_IN_FP16,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        maxnreg=launch.max_registers,
         **common,
     )
     if _COMPILED and variant not in _RESIDENT and query.is_cuda:

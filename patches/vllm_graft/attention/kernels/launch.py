@@ -17,7 +17,6 @@ _MANY_ROWS = 16
 """More rows than one tile of the tensor cores has."""
 _LARGE_SHARED_MEMORY, _SMALL_AGAIN = (9, 0), (12, 0)
 """The compute capabilities between which a multiprocessor has 228 KiB of shared memory."""
-_TWO_FIT = "100 KiB of shared memory hold the tiles of two programs, more bytes in flight than GDDR memory needs"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Launch:
     hardware_fp8: bool
     fetch: str | None
     """Cache level that the next tile's lines are brought to ahead of its loads."""
-    max_registers: int | None
     reload_queries: bool
     """Read the queries' operand from shared memory for each tile, not hold it in registers."""
     reason: str
@@ -47,22 +45,29 @@ class Launch:
 
 _FP8_DECODE = Launch(
     block_tokens=64,
-    num_warps=4,
+    num_warps=2,
     num_stages=2,
-    programs_per_sm=3,
+    programs_per_sm=4,
     min_tiles=1,
     hardware_fp8=True,
     fetch=None,
-    max_registers=168,
     reload_queries=False,
-    reason="the next tile's copy is in flight while a tile is computed; three programs, for which 168 registers are "
-    "left, hide the rest of the latency; a deeper pipeline takes registers for addresses",
+    reason="two warps wait less for each other than four, and 32 tokens of a warp share the cost of a tile; the next "
+    "tile's copy is in flight while a tile is computed, and four programs hide the rest of the latency",
+)
+_FP8_DECODE_SMALL = replace(
+    _FP8_DECODE,
+    num_warps=4,
+    programs_per_sm=2,
+    reason="100 KiB of shared memory hold the tiles of two programs, more bytes in flight than GDDR memory needs; with "
+    "four warps each there are as many warps as where four programs fit",
 )
 _FP8_VERIFY = replace(
     _FP8_DECODE,
+    num_warps=4,
     programs_per_sm=2,
-    max_registers=None,
-    reason="32 rows of queries take the registers of a third program; eight warps would each hold all queries again",
+    reason="32 rows of queries take the registers of a third program; two warps would spill, and eight would each hold "
+    "all queries again",
 )
 _MSE_DECODE = Launch(
     block_tokens=64,
@@ -72,20 +77,30 @@ _MSE_DECODE = Launch(
     min_tiles=1,
     hardware_fp8=False,
     fetch="L2",
-    max_registers=None,
     reload_queries=False,
     reason="slots lie at even addresses, too narrow for asynchronous copies: lines come to the L2 cache a tile ahead",
 )
+_MSE3_DECODE = replace(
+    _MSE_DECODE,
+    block_tokens=32,
+    num_warps=2,
+    programs_per_sm=4,
+    reason="a word of 3-bit codes gives eight keys: smaller tiles of two warps hold them without spills",
+)
 _MSE_VERIFY = replace(
     _MSE_DECODE,
+    reason="a few registers spill, which costs less on 9.0 than reading the queries again or eight warps",
+)
+_MSE3_VERIFY = replace(
+    _MSE_DECODE,
     reload_queries=True,
-    reason="32 rows of queries of 256 in registers would spill on top of the looked-up keys",
+    reason="32 rows of queries of 256 in registers would spill on top of eight looked-up keys a word",
 )
 _MSE_VERIFY_WIDE = replace(
-    _MSE_VERIFY,
+    _MSE3_VERIFY,
     num_warps=8,
     programs_per_sm=1,
-    reason="eight warps share a head of 256 without spills; on 9.0 four are faster though they spill 60 bytes a thread",
+    reason="eight warps share a head of 256 without spills",
 )
 
 
@@ -103,15 +118,17 @@ def decode_launch(capability: tuple[int, int], *, layout: SlotLayout, rows: int,
     many = rows > _MANY_ROWS
     large_shared_memory = _LARGE_SHARED_MEMORY <= capability < _SMALL_AGAIN
     if layout.key_is_fp8:
-        launch = _FP8_VERIFY if many else _FP8_DECODE
-        if not large_shared_memory:
-            launch = replace(launch, programs_per_sm=2, max_registers=None, reason=_TWO_FIT)
+        launch = _FP8_VERIFY if many else _FP8_DECODE if large_shared_memory else _FP8_DECODE_SMALL
         launch = replace(launch, hardware_fp8=capability >= MIN_HARDWARE_CAPABILITY)
-    elif many and layout.head_size > 128:
-        launch = _MSE_VERIFY if large_shared_memory else _MSE_VERIFY_WIDE
-    else:
+    elif not many:
+        launch = _MSE3_DECODE if layout.preset.key_bits == 3 else _MSE_DECODE
+    elif layout.head_size <= 128:
         launch = _MSE_DECODE
-    if page_tokens < launch.block_tokens and launch.num_warps == 4:
+    elif large_shared_memory:
+        launch = _MSE3_VERIFY if layout.preset.key_bits == 3 else _MSE_VERIFY
+    else:
+        launch = _MSE_VERIFY_WIDE
+    if page_tokens < launch.block_tokens and launch.num_warps <= 4:
         # with smaller tiles fewer pages are looked up for each; eight warps need tokens for all of them
         launch = replace(launch, block_tokens=32)
     return launch

@@ -306,7 +306,7 @@ LARGE_SHARED_BYTES = 160 << 10
 def choose(m: int, group: int, shared_bytes: int) -> GemvConfig | GemmConfig:
     """The configuration for m tokens on a device that has this much shared memory for a program."""
     if m <= GEMV_TOKENS:
-        return GemvConfig(8, 1, 1 if m > 1 else 4, 3)
+        return GemvConfig(4, 1, 1, 4) if m > 1 else GemvConfig(4, 1, 2, 3)
     if m <= 64:
         return GemmConfig(64, 32 if m <= 32 else 64, 4, 3)
     # Sums of small groups beside those of the block do not fit the registers of a larger one.
