@@ -47,7 +47,7 @@ LAYERS = 16
 POOL_BYTES = 8 * 2**30
 EXPECTED_S = 60
 FIRST_EXPECTED_S = 100
-SAFE_EXPECTED_S = 180
+SAFE_EXPECTED_S = 120
 """The safe mode's graphs are piecewise, so its model is compiled."""
 JIT_LINE = re.compile(r"(\w+) (kernel JIT compilation|autotuning[\w ]*|\w+ compilation) during inference: ([\w.<>]+)")
 TURBOQUANT_KERNELS = re.compile(r"_tq_|^_attend$|^_merge$|^_store$|^_dequantize$|^_rotate$|stage2")
@@ -74,8 +74,8 @@ _FULL = tuple(
     for dtype in dtypes
     for backend in (("fixed", "stock") if dtype != "auto" else ("stock",))
 )
-CASES = (*_FULL[:3], Case("safe", "turboquant_k8v4", mtp=True), *_FULL[3:])
-"""The most telling first."""
+CASES = (*_FULL, Case("safe", "turboquant_k8v4", mtp=True))
+"""The most telling first; the one whose model is compiled takes the longest."""
 
 
 @dataclass(frozen=True)

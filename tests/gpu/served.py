@@ -30,7 +30,7 @@ MAX_MODEL_LEN = 10_240
 """Holds the longest conversation of agents.py, some 8,900 tokens, and its reply."""
 MAX_SEQS = 8
 CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
-BOOT_TIMEOUT_S = 240.0
+BOOT_TIMEOUT_S = 420.0
 STOP_S = 15.0
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1

@@ -158,7 +158,7 @@ class Run:
 
     def configs(self, m: int, shape: Shape) -> tuple[Config, ...]:
         """The configurations to measure."""
-        chosen = kernels.choose(m, shape.k, self.shared_bytes)
+        chosen = kernels.choose(m, shape.n, shape.k, shape.k, self.shared_bytes)
         tried: tuple[Config, ...] = ()
         if self.tune:
             tried = ONE_TOKEN if m == 1 else FEW_TOKENS if m <= 16 else MANY_TOKENS.get(m, LARGE)
@@ -175,7 +175,7 @@ class Run:
                 if self._key(m, shape, config) not in self.results["us"]:
                     wanted.setdefault(_compiled_alike(m, shape, config), Product(m, shape, None, config))
         for m, shape, group, asked in CORRECTNESS:
-            chosen = asked or kernels.choose(m, group or shape.k, self.shared_bytes)
+            chosen = asked or kernels.choose(m, shape.n, shape.k, group or shape.k, self.shared_bytes)
             wanted.setdefault(f"{m} {shape} {group} {chosen}", Product(m, shape, group, chosen))
         with multiprocessing.get_context("fork").Pool(processes) as pool:
             failures = [text for text in pool.imap_unordered(_compile, wanted.values()) if text]
@@ -263,7 +263,7 @@ class Run:
 
     def chosen(self, m: int, shape: Shape) -> str:
         """The name of the configuration that a product runs with."""
-        return bench.name(kernels.choose(m, shape.k, self.shared_bytes))
+        return bench.name(kernels.choose(m, shape.n, shape.k, shape.k, self.shared_bytes))
 
     def table(self) -> str:
         """The best and the chosen configuration of each product."""

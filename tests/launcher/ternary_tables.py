@@ -41,8 +41,8 @@ def speed_markdown(document: Mapping[str, Any]) -> str:
     said = (
         f"{about(document['host'])} Outputs x inputs of a weight; copy bandwidth {copy / 1e12:.2f} TB/s. "
         f"{sum(one['right'] for one in correct)} of {len(correct)} products at odd sizes are right against float64. "
-        f"The rate of up to {FEW_TOKENS} tokens is that of the weight's bytes, as a share of that bandwidth; copy is the time "
-        "of a copy that moves as many bytes."
+        f"The rate of up to {FEW_TOKENS} tokens is that of the weight's bytes, as a share of that bandwidth; copy is the "
+        "time of a copy that moves as many bytes."
     )
     return parts(said, table(_SPEED, rows))
 

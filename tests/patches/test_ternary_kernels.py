@@ -129,10 +129,11 @@ def test_the_product_on_the_cpu_is_that_of_float64_within_rounding(
 
 
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
-@pytest.mark.parametrize("group", [16, 64, 128, 4096])
-def test_what_is_chosen_fits_the_shared_memory_of_the_card(shared_bytes: int, group: int) -> None:
-    for m in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 4096):
-        config = kernels.choose(m, group, shared_bytes)
+@pytest.mark.parametrize("group", [16, 64, 128, 4096, 17408])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (5120, 17408)])
+def test_what_is_chosen_fits_the_shared_memory_of_the_card(shared_bytes: int, group: int, n: int, k: int) -> None:
+    for m in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1024, 4096):
+        config = kernels.choose(m, n, k, group, shared_bytes)
         if isinstance(config, GemvConfig):
             tokens = 1 if m == 1 else max(8, 1 << (m - 1).bit_length())
             stage = config.warps * config.tiles * (config.strips * 512 + 128 * tokens * 2)
@@ -144,11 +145,13 @@ def test_what_is_chosen_fits_the_shared_memory_of_the_card(shared_bytes: int, gr
 
 
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
-def test_every_kernel_that_may_be_chosen_is_warmed_up(shared_bytes: int) -> None:
+@pytest.mark.parametrize("group", [64, 128, 4096])
+@pytest.mark.parametrize("n", [4096, 28672])
+def test_every_kernel_that_may_be_chosen_is_warmed_up(shared_bytes: int, group: int, n: int) -> None:
     method = pytest.importorskip("vllm_graft.quantization.ternary.method")
 
     def compiled(m: int) -> tuple[Any, int]:
-        config = kernels.choose(m, 128, shared_bytes)
+        config = kernels.choose(m, n, 4096, group, shared_bytes)
         return config, 1 if m == 1 else max(8, 1 << (m - 1).bit_length()) if isinstance(config, GemvConfig) else 0
 
     assert {compiled(m) for m in range(1, 5000)} == {compiled(m) for m in method.WARM_TOKENS}

@@ -39,7 +39,6 @@ from vllm_graft.attention.kernels.operands import (
     power_of_two,
     prefetch,
     rotate_rows,
-    sum_of_squares,
     tile_slots,
     to_fp16_rows,
 )
@@ -222,9 +221,10 @@ def _attend(
                 scores = tl.dot(anew(q1, tile, RELOAD), k1, scores)
                 scores = tl.dot(anew(q2, tile, RELOAD), k2, scores)
                 scores = tl.dot(anew(q3, tile, RELOAD), k3, scores)
-                square = tl.dot(
-                    ones, sum_of_squares(k0, k1, k2, k3, ASSEMBLY)
-                )  # the tensor cores sum what needs no rows
+                square = tl.dot(ones, k0 * k0)  # the tensor cores sum what needs no rows
+                square = tl.dot(ones, k1 * k1, square)
+                square = tl.dot(ones, k2 * k2, square)
+                square = tl.dot(ones, k3 * k3, square)
                 scores = scores * tl.rsqrt(square) * norm[None, :] * row_scale[:, None]
 
             scores = tl.where((tile * N + n)[None, :] < limit[:, None], scores, -float("inf"))

@@ -50,7 +50,7 @@ _FP8_DECODE = Launch(
     programs_per_sm=4,
     min_tiles=1,
     hardware_fp8=True,
-    fetch=None,
+    fetch="L2",
     reload_queries=False,
     reason="two warps wait less for each other than four, and 32 tokens of a warp share the cost of a tile; the next "
     "tile's copy is in flight while a tile is computed, and four programs hide the rest of the latency",
@@ -92,15 +92,16 @@ _MSE_VERIFY = replace(
     reason="a few registers spill, which costs less on 9.0 than reading the queries again or eight warps",
 )
 _MSE3_VERIFY = replace(
-    _MSE_DECODE,
-    reload_queries=True,
-    reason="32 rows of queries of 256 in registers would spill on top of eight looked-up keys a word",
+    _MSE_VERIFY,
+    block_tokens=32,
+    reason="as with 4-bit keys, in smaller tiles: a word of 3-bit codes gives eight keys",
 )
 _MSE_VERIFY_WIDE = replace(
-    _MSE3_VERIFY,
+    _MSE_DECODE,
     num_warps=8,
     programs_per_sm=1,
-    reason="eight warps share a head of 256 without spills",
+    reload_queries=True,
+    reason="32 rows of queries of 256 in registers would spill on top of the looked-up keys, also with eight warps",
 )
 
 

@@ -178,24 +178,6 @@ def _centroid(words, plane: tl.constexpr, BITS: tl.constexpr, CODEBOOK: tl.const
 
 
 @triton.jit
-def sum_of_squares(a, b, c, d, ASSEMBLY: tl.constexpr):
-    """a^2 + b^2 + c^2 + d^2 in fp16, two at a time."""
-    if ASSEMBLY:
-        total = tl.inline_asm_elementwise(
-            "mul.f16x2 $0, $1, $1; fma.rn.f16x2 $0, $2, $2, $0; "
-            "fma.rn.f16x2 $0, $3, $3, $0; fma.rn.f16x2 $0, $4, $4, $0;",
-            "=&r,r,r,r,r",
-            [a, b, c, d],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        total = a * a + b * b + c * c + d * d
-    return total
-
-
-@triton.jit
 def anew(x, tile, RELOAD: tl.constexpr):
     """x again, as if it depended on the tile: then the product's operand is not kept in registers over all tiles."""
     if RELOAD:

@@ -303,14 +303,26 @@ LARGE_SHARED_BYTES = 160 << 10
 """What a program of compute capability 9.0 or 10.0 may use and one of 8.6, 8.9 and 12.0 (99 KiB) may not."""
 
 
-def choose(m: int, group: int, shared_bytes: int) -> GemvConfig | GemmConfig:
-    """The configuration for m tokens on a device that has this much shared memory for a program."""
+MANY_STRIPS = 1024
+"""From so many strips of 16 outputs on, each multiprocessor has several programs: fewer warps each then wait less."""
+
+
+def choose(m: int, n: int, k: int, group: int, shared_bytes: int) -> GemvConfig | GemmConfig:
+    """The configuration for m tokens and a weight [n, k] where a program may have this much shared memory.
+
+    The fastest ones of `tests/gpu/ternary_speed.py --tune` on an H200 (triton 3.6 and 3.8), by what tells them apart.
+    """
+    many_strips = n >= MANY_STRIPS * ROWS
+    if m == 1:
+        return GemvConfig(2, 1, 2, 4) if many_strips else GemvConfig(4, 1, 2, 3 if k <= 8192 else 4)
     if m <= GEMV_TOKENS:
-        return GemvConfig(4, 1, 1, 4) if m > 1 else GemvConfig(4, 1, 2, 3)
+        return GemvConfig(4, 2, 1, 3) if many_strips else GemvConfig(4, 1, 1, 4)
     if m <= 64:
         return GemmConfig(64, 32 if m <= 32 else 64, 4, 3)
     # Sums of small groups beside those of the block do not fit the registers of a larger one.
     if shared_bytes >= LARGE_SHARED_BYTES:
+        if m >= 1024 and group >= k:
+            return GemmConfig(128, 256, 8, 3)
         return GemmConfig(128, 64 if group < COLUMNS else 128, 8, 3)
     return GemmConfig(64, 64, 4, 3) if group < COLUMNS else GemmConfig(128, 128, 8, 2)
 
@@ -336,7 +348,7 @@ def linear(
         return y
     if x.stride(1) != 1:
         x = x.contiguous()
-    config = config or choose(m, weight.group, shared_bytes(x.device))
+    config = config or choose(m, n, k, weight.group, shared_bytes(x.device))
     tiles, groups = weight.words.shape[1], weight.scales.shape[1]
     arguments = (x, weight.words, weight.scales, x if bias is None else bias, y, m, n, k, x.stride(0), tiles, groups)
     common = {

@@ -31,7 +31,7 @@ from vllm_graft.quantization.ternary.formats import PER_BYTE, Format, FormatErro
 Shard = str | int | tuple[int, ...] | None
 _ZEROS = 0b01010101  # a byte of four weights of 0
 _DUMMY_SCALE = 0.02
-WARM_TOKENS = (1, 2, 16, 32, 64, 128)
+WARM_TOKENS = (1, 2, 16, 32, 64, 128, 1024)
 """Numbers of tokens for which `kernels.choose` gives kernels that are compiled apart."""
 
 
