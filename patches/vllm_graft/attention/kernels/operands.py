@@ -36,14 +36,23 @@ def to_fp16_rows(x):
 
 @triton.jit
 def rotate_rows(q, M: tl.constexpr, D: tl.constexpr):
-    """q [M, D] fp16 times the Sylvester-Hadamard matrix of D, not normalized, as fp32: two products with 16 x 16."""
+    """q [M, D] fp16 times the Sylvester-Hadamard matrix of D, not normalized, as fp32: two products with 16 x 16.
+
+    What the first leaves beyond fp16 takes part in the second, so that nothing is rounded on the way.
+    """
     HIGH: tl.constexpr = D // 16
     BITS: tl.constexpr = 4 if D == 256 else (3 if D == 128 else 2)
-    low = tl.dot(tl.reshape(q, [M * HIGH, 16]), _hadamard16(4))
-    low = (low * 0.0625).to(tl.float16)
-    low = tl.permute(tl.reshape(low, [M, HIGH, 16]), [0, 2, 1])
-    both = tl.dot(tl.reshape(low, [M * HIGH, 16]), _hadamard16(BITS))
+    sums = tl.dot(tl.reshape(q, [M * HIGH, 16]), _hadamard16(4)) * 0.0625
+    high = sums.to(tl.float16)
+    both = tl.dot(_across(high, M, HIGH), _hadamard16(BITS))
+    both = tl.dot(_across((sums - high.to(tl.float32)).to(tl.float16), M, HIGH), _hadamard16(BITS), both)
     return tl.reshape(tl.permute(tl.reshape(both, [M, 16, HIGH]), [0, 2, 1]), [M, D]) * 16.0
+
+
+@triton.jit
+def _across(x, M: tl.constexpr, HIGH: tl.constexpr):
+    """[M * HIGH, 16], a row of HIGH x 16 numbers each, as [M * HIGH, 16] of columns."""
+    return tl.reshape(tl.permute(tl.reshape(x, [M, HIGH, 16]), [0, 2, 1]), [M * HIGH, 16])
 
 
 @triton.jit
