@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 _FACTORS = 2**13 + 1
 """Factors that are tried; of 2^13 the best rounds centroids to a fourth of what a power of two does, or less."""
 
