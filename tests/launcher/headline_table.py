@@ -25,8 +25,8 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def share(counted: Mapping[str, int]) -> str:
-    """Return a share, and of how many."""
-    return f"{percent(counted['right'] / counted['total'])} of {counted['total']}"
+    """Return how many are right, and of how many."""
+    return f"{counted['right']:,} of {counted['total']:,}"
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ _PROBE_COLUMNS = (
     "prompt tokens from the cache",
     "wrong replies",
     "changed when repeated",
-    "unlike neither, near ties apart",
+    "unlike the first row, near ties apart",
 )
 
 
@@ -108,7 +108,7 @@ def _reference_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     right, accepted = entry["right"], entry["accepted_drafts"]
     return (
         "MTP" if entry["speculates"] else "none",
-        f"{right['right']:,} of {right['total']:,}",
+        share(right),
         f"{entry['same_tokens']:,}",
         "-" if accepted is None else percent(accepted),
     )

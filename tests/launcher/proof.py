@@ -33,7 +33,7 @@ def attention_markdown() -> str:
             errors = [found[name][case]["largest"] for case in ("graph", "rejected-drafts", "beside-a-prompt", "eager")]
             rows.append((title, f"`{dtype}`", *(f"{error:.3g}" for error in errors), f"{found[f'{name}_ms']:.3f}"))
     head = ("attention", "KV cache", "in a FULL graph", "after rejected drafts", "beside a new prompt", "eager", "ms")
-    return table(head, rows)
+    return parts(about(results["host"]), table(head, rows))
 
 
 def _read(name: str) -> Mapping[str, Any]:

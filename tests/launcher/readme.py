@@ -55,6 +55,7 @@ def gpu_tables() -> dict[str, str]:
         "headline": _measured("headline", headline_table.markdown),
         "prefix_probe": _measured("prefix_probe", headline_table.probe_markdown),
         "attention_speed": _measured("attention_speed", packed_attention_table.markdown),
+        "attention_counters": _measured("attention_counters", packed_attention_table.counters_markdown),
         "prefill_speed": _measured("prefill_speed", prefill_markdown),
         "end_to_end": _measured("end_to_end", end_to_end_markdown),
         "reference_model": _measured("reference_model", headline_table.reference_markdown),

@@ -7,13 +7,13 @@ _VERSIONS = {"vllm": "vLLM", "torch": "torch", "triton": "Triton", "cuda": "CUDA
 
 
 def about(host: Mapping[str, str]) -> str:
-    """Return the card, the versions and the day in one sentence."""
+    """Return the card, the versions and, where it is known, the day in one sentence."""
     capability = host.get("compute_capability")
     card = host.get("gpu") or f"CPU ({host['cpu']})"
     if capability:
         card += f" (compute capability {capability})"
     versions = [f"{title} {host[name]}" for name, title in _VERSIONS.items() if name in host]
-    return f"{', '.join((card, *versions, host['date']))}."
+    return f"{', '.join((card, *versions, *([host['date']] if 'date' in host else [])))}."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

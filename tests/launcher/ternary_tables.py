@@ -10,7 +10,7 @@ FEW_TOKENS = 16
 _SPEED = ("tokens", "weight", "us", "copy", "cuBLAS, bfloat16", "Marlin, int4", "times cuBLAS", "times Marlin", "rate")
 _ENGINES = {
     "bf16": "bfloat16",
-    "marlin-int4": "int4, Marlin",
+    "marlin-int4": "int4, GPTQ",
     "ternary": "ternary, a scale a row",
     "ternary-g128": "ternary, groups of 128",
 }
@@ -18,12 +18,13 @@ _ENGINE = (
     "weights",
     "GB",
     "tokens/s, 1 request",
-    "8",
-    "16",
+    "tokens/s, 8",
+    "tokens/s, 16",
     "prefill tokens/s",
-    "times bfloat16 at 1",
-    "times int4 at 1",
+    "times bfloat16, 1 request",
+    "times int4, 1 request",
 )
+_NO_KL = "The KL of ternary weights has not been measured yet."
 
 
 def speed_markdown(document: Mapping[str, Any]) -> str:
@@ -41,8 +42,9 @@ def speed_markdown(document: Mapping[str, Any]) -> str:
     said = (
         f"{about(document['host'])} Outputs x inputs of a weight; copy bandwidth {copy / 1e12:.2f} TB/s. "
         f"{sum(one['right'] for one in correct)} of {len(correct)} products at odd sizes are right against float64. "
-        f"The rate of up to {FEW_TOKENS} tokens is that of the weight's bytes, as a share of that bandwidth; copy is the "
-        "time of a copy that moves as many bytes."
+        f"The rate of up to {FEW_TOKENS} tokens is that of the weight's bytes, as a share of that bandwidth; copy is "
+        "the time of a copy that moves as many bytes, half read and half written. Times cuBLAS or Marlin: how many "
+        "times as fast as they."
     )
     return parts(said, table(_SPEED, rows))
 
@@ -68,8 +70,11 @@ def engine_markdown(document: Mapping[str, Any]) -> str:
     cases = whole(document["cases"])
     kl = cases.pop("kl", None)
     rows = [_engine(title, cases[name], cases) for name, title in _ENGINES.items() if name in cases]
-    said = f"{about(document['host'])} The geometry of a 7B Llama with dummy weights."
-    return parts(said, table(_ENGINE, rows), "" if kl is None else _kl(kl), broken(document["cases"]))
+    said = (
+        f"{about(document['host'])} The geometry of a 7B Llama with dummy weights; tokens/s of all requests together. "
+        "int4 is computed by the kernel that vLLM chooses for the card."
+    )
+    return parts(said, table(_ENGINE, rows), _NO_KL if kl is None else _kl(kl), broken(document["cases"]))
 
 
 def _engine(title: str, case: Mapping[str, Any], cases: Mapping[str, Any]) -> tuple[str, ...]:

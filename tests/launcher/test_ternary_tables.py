@@ -47,3 +47,5 @@ def test_an_engine_is_compared_with_bfloat16_and_int4_and_what_broke_is_named() 
         "504 positions: largest 0.0021 nats, mean 0.0004; the first choice is the same at 98.6 %" in x for x in lines
     )
     assert lines[-1] == "Without a result: `marlin-int4`."
+    del cases["kl"]
+    assert "The KL of ternary weights has not been measured yet." in engine_markdown({"host": HOST, "cases": cases})

@@ -22,6 +22,7 @@ from reference_rows import prompt_and_reply
 from served import Bench, Died, Server, Setup, arguments_of, environment, parsed_metrics
 
 from launcher.measure.replies import Share
+from launcher.measure.verdict import percent
 from tests.launcher import headline_table
 from tests.launcher.fake_model import Asked, Said, served
 
@@ -99,7 +100,7 @@ def test_the_headline_counts_every_case_and_holds_where_the_fixes_and_the_contro
     rows = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + len(headline.CASES)
     assert "| vLLM's own | `turboquant_k8v4` | as on this card |" in table
-    assert "| with the fixes | `turboquant_k8v4` | as on an RTX 3090 | 100.00 % of " in table
+    assert "| with the fixes | `turboquant_k8v4` | as on an RTX 3090 | 10 of 10 | 10 of 10 |" in table
 
 
 def test_every_case_is_asked_the_same(tmp_path: Path) -> None:
@@ -314,8 +315,9 @@ def test_metrics_are_summed_over_labels() -> None:
     assert serving.acceptance_length(before, before) is None
 
 
-def test_a_share_below_all_is_never_shown_as_all() -> None:
-    assert headline_table.share(asdict(Share(99_999, 100_000))) == "99.99 % of 100000"
+def test_a_share_is_shown_as_its_two_counts_and_a_percentage_below_all_never_as_all() -> None:
+    assert headline_table.share(asdict(Share(99_999, 100_000))) == "99,999 of 100,000"
+    assert percent(99_999 / 100_000) == "99.99 %"
 
 
 def test_tables_name_the_cases_that_did_not_end() -> None:

@@ -14,8 +14,10 @@ BACKENDS = {"fixed": "with the fix", "stock": "vLLM's own", "safe": "vLLM's own,
 def prefill_markdown(results: Mapping[str, Any]) -> str:
     """A chunk behind its cached prefix: times, memory and errors of both backends."""
     stock = {_shape(row): row for row in results["rows"] if row["backend"] == "stock"}
+    presets = list(dict.fromkeys(row["preset"] for row in results["rows"]))
+    fixed = [row for row in results["rows"] if row["backend"] == "fixed"]
     rows = []
-    for row in (row for row in results["rows"] if row["backend"] == "fixed"):
+    for row in sorted(fixed, key=lambda row: (presets.index(row["preset"]), row["cached"], row["new"])):
         theirs = stock[_shape(row)]
         rows.append(
             (
@@ -27,8 +29,8 @@ def prefill_markdown(results: Mapping[str, Any]) -> str:
                 f"{row['ms'] / theirs['ms']:.2f}",
                 f"{_mib(row):,.0f}",
                 f"{_mib(theirs):,.0f}",
-                f"{row['error']:.1e}",
-                f"{theirs['error']:.1e}",
+                f"{row['error']:.4f}",
+                f"{theirs['error']:.4f}",
             )
         )
     head = ("KV cache", "cached", "new", "ms", "vLLM's ms", "ratio", "MiB", "vLLM's MiB", "error", "vLLM's error")
@@ -36,11 +38,11 @@ def prefill_markdown(results: Mapping[str, Any]) -> str:
 
 
 def end_to_end_markdown(results: Mapping[str, Any]) -> str:
-    """Decoding behind long contexts: the time of a step, tokens per second and the peak of each engine."""
+    """Decoding behind long contexts: the time of a step and to the first token, and the peak of each engine."""
     done = whole(results["cases"])
     contexts = sorted({answer["context"] for case in done.values() for answer in case["answers"]})
     rows = []
-    for case in done.values():
+    for case in sorted(done.values(), key=lambda case: (not case["mtp"], case["kv_cache_dtype"], case["backend"])):
         answers = {answer["context"]: answer for answer in case["answers"]}
         rows.append(
             (
@@ -48,7 +50,7 @@ def end_to_end_markdown(results: Mapping[str, Any]) -> str:
                 "bfloat16" if case["kv_cache_dtype"] == "auto" else f"`{case['kv_cache_dtype']}`",
                 "MTP" if case["mtp"] else "none",
                 *(f"{answers[context]['step_ms']:.2f}" for context in contexts),
-                *(f"{answers[context]['tokens_per_s']:.0f}" for context in contexts),
+                *(f"{answers[context]['first_token_s']:.2f}" for context in contexts),
                 f"{case['peak_allocated_bytes'] / 2**30:.2f}",
                 ", ".join(f"`{name}`" for name in sorted(case["compiled_while_serving"])) or "none",
             )
@@ -59,7 +61,7 @@ def end_to_end_markdown(results: Mapping[str, Any]) -> str:
         "KV cache",
         "drafts",
         *(f"ms a step, {size}" for size in sizes),
-        *(f"tokens/s, {size}" for size in sizes),
+        *(f"s to the first token, {size}" for size in sizes),
         "peak GiB",
         "compiled while serving",
     )
