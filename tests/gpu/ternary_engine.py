@@ -59,6 +59,8 @@ WEIGHT_BYTES = 2_200_000_000
 LARGEST_KL = 0.012
 KL_POOL_BYTES = 2**30
 """KV pool of `kl`: given, since memory profiling breaks where another engine starts beside it."""
+KL_QUANTIZATION = {"quant_method": "ternary", "codes": "offset", "packing": "k"}
+"""What `pack_bytes` writes; random weights are as often 0 as +1 and -1, and do not tell which code is which."""
 DECODE_TOKENS = 256
 
 
@@ -190,7 +192,7 @@ def kl() -> dict[str, Any]:
     random = torch.Generator().manual_seed(0)
     dense, packed = _small_model(torch, random)
     reference = write_config(WORK / "kl-bf16", SMALL)
-    ternary = write_config(WORK / "kl-ternary", {**SMALL, "quantization_config": {"quant_method": "ternary"}})
+    ternary = write_config(WORK / "kl-ternary", {**SMALL, "quantization_config": KL_QUANTIZATION})
     save_file(dense, reference / "model.safetensors")
     save_file(packed, ternary / "model.safetensors")
     prompts = [torch.randint(5, 1000, (64,), generator=random).tolist() for _ in range(8)]
