@@ -29,10 +29,12 @@ HEADS = 4
         (THREE_BIT, 9, 33, Tiling(4, 16)),
         (THREE_FOUR, 6, 20, Tiling(6, 7)),
         (FP8, 13, 7, Tiling(4, 16)),
+        (FOUR_BIT, 13, 7, Tiling(4, 16)),
     ],
     ids=[
         *("one token", "one tile", "three tiles, three blocks", "three tiles, three blocks, 3 bits", "odd tiles"),
-        "a last block of one query",
+        "one tile, a last block of one query",
+        "one tile, a last block of one query, rotated",
     ],
 )
 def test_a_chunk_attends_to_its_prefix_and_to_itself(
@@ -103,8 +105,17 @@ def test_every_tiling_fits_the_workspace(
     cut = tiling(shape, queries, cached, slots)
     assert 1 <= cut.queries <= max(queries, 64)
     assert cut.tokens >= 1
+    query_bytes = shape.query_bytes(one_tile=cut.tokens >= cached)
     padding = 5 * 256  # each tensor begins at a multiple of 256 bytes
-    assert cut.queries * shape.query_bytes + cut.tokens * shape.token_bytes + padding <= WORKSPACE_BYTES + padding
+    assert cut.queries * query_bytes + cut.tokens * shape.token_bytes + padding <= WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize(("cached", "is_one_tile"), [(8192, True), (11_000, True), (14_000, False), (65_536, False)])
+def test_a_short_prefix_is_one_tile_beside_whole_waves_of_queries(cached: int, is_one_tile: bool) -> None:
+    shape = Shape(24, 4, 256, query_is_copied=True)
+    cut = tiling(shape, 8192, cached, 264)
+    assert (cut.tokens >= cached) is is_one_tile
+    assert shape.heads * cut.queries // 64 % 264 == 0
 
 
 def test_long_chunks_are_cut_into_whole_waves() -> None:

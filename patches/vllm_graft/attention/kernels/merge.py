@@ -9,7 +9,11 @@ import triton.language as tl
 _TOKENS = 4  # 4 x 256 elements on four warps: 16-byte accesses of bfloat16
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride_left_lse", "stride_right_lse", "stride_out_lse"])
+_LSE = ("left_lse", "right_lse", "out_lse")
+"""Slices of a longer chunk's, which begin anywhere: nothing is compiled for how they are aligned."""
+
+
+@triton.jit(do_not_specialize=["num_tokens", *_LSE, *(f"stride_{name}" for name in _LSE)])
 def _merge(
     left,
     left_lse,

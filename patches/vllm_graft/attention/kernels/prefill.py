@@ -2,8 +2,10 @@
 
 The prefix is dequantized tile by tile into one small buffer and attended to without a mask; the chunk's own keys and
 values are attended to as they are, causally; the parts are merged by their log-sum-exp in FP32.  A long chunk is cut
-into blocks of queries, since partial outputs need memory too.  Tiles are FP16 whatever the model's dtype is: values and
-outputs over a tile then lose less than one bfloat16 does.  The attention itself is a parameter: flash attention.
+into blocks of queries, since partial outputs need memory too.  A prefix of one tile is dequantized once for all blocks;
+a longer one again for each block, whose sum over the tiles stays in FP32.  Tiles are FP16 whatever the model's dtype
+is: values and outputs over a tile then lose less than one bfloat16 does.  The attention itself is a parameter: flash
+attention.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from vllm_graft.attention.kernels.workspace import WORKSPACE_BYTES
 
 _ROWS = 64  # queries that one program of flash attention serves at head size 256
 _MIN_TILE_TOKENS = 2048  # below it a tile takes longer to launch than to compute
+_ALIGNMENT = 256
+_ROOM = WORKSPACE_BYTES - 5 * _ALIGNMENT  # five tensors, each of which begins at an aligned address
 
 
 class Attention(Protocol):
@@ -52,10 +56,9 @@ class Shape:
     head_size: int
     query_is_copied: bool
 
-    @property
-    def query_bytes(self) -> int:
-        """Bytes for one query: the output over one tile, the FP32 output so far, the log-sum-exp, its copy."""
-        return self.heads * (self.head_size * (2 + 4 + (2 if self.query_is_copied else 0)) + 4)
+    def query_bytes(self, *, one_tile: bool) -> int:
+        """Bytes for one query: the output over one tile, its copy, and with several tiles the FP32 output so far."""
+        return self.heads * self.head_size * (2 + (2 if self.query_is_copied else 0) + (0 if one_tile else 4))
 
     @property
     def token_bytes(self) -> int:
@@ -80,16 +83,27 @@ def tiling(shape: Shape, queries: int, cached: int, slots: int) -> Tiling:
     """Cut a chunk of so many queries over so many cached tokens; `slots` programs of flash attention run at a time.
 
     Blocks of queries are as large as memory allows and fill whole waves of programs, since a last wave that is half
-    empty costs as much as a full one.  What the block leaves of the workspace is the tile's.
+    empty costs as much as a full one.  What the block leaves of the workspace is the tile's; all cached tokens are one
+    tile where that leaves enough for a whole wave or for all queries.
     """
-    most = (WORKSPACE_BYTES - _MIN_TILE_TOKENS * shape.token_bytes) // shape.query_bytes // _ROWS * _ROWS
-    most = max(most, _ROWS)
+    whole = _up(cached, _ROWS)
+    block = _block(shape, queries, _ROOM - whole * shape.token_bytes, slots, one_tile=True)
+    if block and (block >= queries or shape.heads * block // _ROWS >= slots):
+        return Tiling(block, whole)
+    memory = _ROOM - _MIN_TILE_TOKENS * shape.token_bytes
+    block = _block(shape, queries, memory, slots, one_tile=False) or _ROWS
+    left = _ROOM - _up(block, _ROWS) * shape.query_bytes(one_tile=False)
+    return Tiling(block, min(whole, max(left // shape.token_bytes // _ROWS * _ROWS, _ROWS)))
+
+
+def _block(shape: Shape, queries: int, memory: int, slots: int, *, one_tile: bool) -> int:
+    """Queries of a block for which so many bytes suffice: all of them, or those that fill waves best; 0 if none do."""
+    most = max(memory, 0) // shape.query_bytes(one_tile=one_tile) // _ROWS * _ROWS
     if queries <= most:
-        block = queries
-    else:
-        block = max(range(_ROWS, most + 1, _ROWS), key=lambda rows: (_filled(shape.heads * rows // _ROWS, slots), rows))
-    left = WORKSPACE_BYTES - _up(block, _ROWS) * shape.query_bytes
-    return Tiling(block, min(_up(cached, _ROWS), max(left // shape.token_bytes // _ROWS * _ROWS, _ROWS)))
+        return queries
+    return max(
+        range(_ROWS, most + 1, _ROWS), key=lambda rows: (_filled(shape.heads * rows // _ROWS, slots), rows), default=0
+    )
 
 
 def _filled(programs: int, slots: int) -> float:
@@ -103,8 +117,8 @@ def _up(number: int, multiple: int) -> int:
 
 def supports(shape: Shape) -> str | None:
     """Why the workspace does not suffice for this shape, or None."""
-    needed = _ROWS * (shape.query_bytes + shape.token_bytes)
-    if needed > WORKSPACE_BYTES:
+    needed = _ROWS * (shape.query_bytes(one_tile=False) + shape.token_bytes)
+    if needed > _ROOM:
         return f"{shape.heads} heads of {shape.head_size} need {needed} bytes for {_ROWS} tokens"
     return None
 
@@ -133,16 +147,24 @@ def attend_to_prefix(
     tokens, heads, head_size = query.shape
     shape = shape_of(layout, heads, key.shape[1], query.dtype)
     cut = tiling(shape, tokens, cached, slots)
+    is_one_tile = cut.tokens >= cached
     room = _Carver(workspace)
-    tile_shape, block_shape = (cut.tokens, shape.kv_heads, head_size), (cut.queries, heads, head_size)
+    tile_shape, block_shape = (min(cut.tokens, cached), shape.kv_heads, head_size), (cut.queries, heads, head_size)
     tile_key, tile_value = room.take(tile_shape, torch.float16), room.take(tile_shape, torch.float16)
-    partial, total = room.take(block_shape, torch.float16), room.take(block_shape, torch.float32)
+    partial = room.take(block_shape, torch.float16)
+    total = out if is_one_tile else room.take(block_shape, torch.float32)
     copied = room.take(block_shape, torch.float16) if shape.query_is_copied else query
     tile_scale = scale if layout.key_is_fp8 else scale * head_size**-0.5 / step(head_size)
+    if is_one_tile:
+        dequantize(cache, block_table, centroids, 0, tile_key, tile_value, layout)
+        _, all_lse = attention(query, key, value, causal=True, scale=scale, out=out)
     for start, stop in _pieces(tokens, cut.queries, least=2):
         block = query[start:stop]
         here = out[start:stop]
-        so_far, lse = attention(block, key[:stop], value[:stop], causal=True, scale=scale, out=here)
+        if is_one_tile:
+            so_far, lse = here, all_lse[:, start:stop]
+        else:
+            so_far, lse = attention(block, key[:stop], value[:stop], causal=True, scale=scale, out=here)
         if shape.query_is_copied:
             block = copied[: stop - start]
             if layout.key_is_fp8:
@@ -151,7 +173,8 @@ def attend_to_prefix(
                 rotate(query[start:stop], block)
         for first, last in _pieces(cached, cut.tokens):
             keys, values = tile_key[: last - first], tile_value[: last - first]
-            dequantize(cache, block_table, centroids, first, keys, values, layout)
+            if not is_one_tile:
+                dequantize(cache, block_table, centroids, first, keys, values, layout)
             part, part_lse = attention(block, keys, values, causal=False, scale=tile_scale, out=partial[: stop - start])
             merged = here if last == cached else total[: stop - start]
             merge(so_far, lse, part, part_lse, merged, lse)
@@ -180,7 +203,7 @@ class _Carver:
         size = dtype.itemsize
         for length in shape:
             size *= length
-        start = _up(self._at, 256)
+        start = _up(self._at, _ALIGNMENT)
         if start + size > self._buffer.numel():
             raise ValueError(f"{start + size} bytes do not fit into a workspace of {self._buffer.numel()}")
         self._at = start + size
