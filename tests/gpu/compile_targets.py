@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
 
 import torch
 import triton
-import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from vllm_graft.attention.kernels import decode, dequantize, merge, rotation, store
 from vllm_graft.attention.kernels.codebook import prepare_codebook
 from vllm_graft.attention.kernels.launch import Launch, decode_launch, resident_programs
@@ -39,7 +39,6 @@ SHARED_MEMORY_BYTES = 99 * 1024
 """What one program can have on 8.6, 8.9 and 12.0."""
 SHARED_BYTES_PER_SM = {(8, 6): 100 * 1024, (8, 9): 100 * 1024, (9, 0): 228 * 1024, (12, 0): 100 * 1024}
 REGISTERS_PER_SM = 64 * 1024
-PTXAS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +101,12 @@ def compiling(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]]]:
 
 def resources(compiled: Any, capability: tuple[int, int]) -> dict[str, int]:
     """Registers, spilled bytes and stack of a kernel as ptxas reports them, and its shared memory."""
-    newer = PTXAS / "ptxas-blackwell"
-    ptxas = newer if capability >= (10, 0) and newer.exists() else PTXAS / "ptxas"
+    ptxas = get_ptxas(10 * capability[0] + capability[1]).path
     name = f"sm_{capability[0]}{capability[1]}" + ("a" if capability >= (9, 0) else "")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(compiled.asm["ptx"])
         source.flush()
-        command = [str(ptxas), "-v", f"--gpu-name={name}", source.name, "-o", "/dev/null"]
+        command = [ptxas, "-v", f"--gpu-name={name}", source.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     registers = re.search(r"Used (\d+) registers", said)
