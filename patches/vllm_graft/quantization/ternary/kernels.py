@@ -148,7 +148,7 @@ def gemv_kernel(
     warp = tl.arange(0, W)
     column = tl.arange(0, 128)
     token = tl.arange(0, BM)
-    row = tl.where(token < m, token, 0)  # there is nothing to load for the others, and their sums are not stored
+    there = token < m  # copies of the others fill in zeros and read nothing; a row in their place would be read by all
     in_tile = tl.arange(0, 256)
     SPLIT: tl.constexpr = 1 if PER_ROW or GROUP >= 128 else 128 // GROUP
     accumulator = tl.zeros((SPLIT * W, R * 16, BM), tl.float32)
@@ -172,12 +172,11 @@ def gemv_kernel(
                 values = tl.load(x + ks) if EVEN_TILES and EVEN_K else tl.load(x + ks, mask=ks < k, other=0.0)
                 values = tl.broadcast_to(values[:, :, None], (W, 128, BM))
             else:
-                places = x + row[None, :, None] * x_stride + ks[:, None, :]
-                if EVEN_TILES and EVEN_K:
-                    values = tl.load(places)
-                else:
-                    values = tl.load(places, mask=ks[:, None, :] < k, other=0.0)
-                values = values.permute(0, 2, 1)
+                places = x + token[None, :, None] * x_stride + ks[:, None, :]
+                wanted = there[None, :, None]
+                if not (EVEN_TILES and EVEN_K):
+                    wanted &= ks[:, None, :] < k
+                values = tl.load(places, mask=wanted, other=0.0).permute(0, 2, 1)
             weight = _beside(_slots(_words_by_row(packed, W, R)), 0, 8).to(x.dtype.element_ty, bitcast=True)
             if PER_ROW:
                 accumulator = _dot(weight, values, accumulator)
@@ -195,7 +194,7 @@ def gemv_kernel(
     out *= row_scale[:, None] if PER_ROW else 0.5
     if HAS_BIAS:
         out += row_bias[:, None]
-    tl.store(y + token[None, :] * n + outputs[:, None], out.to(y.dtype.element_ty), mask=inside[:, None] & (token < m))
+    tl.store(y + token[None, :] * n + outputs[:, None], out.to(y.dtype.element_ty), mask=inside[:, None] & there)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -235,7 +234,8 @@ def gemm_kernel(
     strip = block_n * (BN // 16) + tl.arange(0, BN // 16)
     strip = tl.where(strip < tl.cdiv(n, 16), strip, 0)
     token = block_m * BM + tl.arange(0, BM)
-    row = tl.where(token < m, token, 0).to(tl.int64)
+    row = tl.where(token < m, token, token - m)  # not one row for all that are not there: many would wait for it
+    row = tl.minimum(row, m - 1).to(tl.int64)
     SPLIT: tl.constexpr = 1 if PER_ROW or GROUP >= 128 else 128 // GROUP
     WIDTH: tl.constexpr = 128 // SPLIT
     column = tl.arange(0, WIDTH)
