@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from launcher.ask import Answer
 from launcher.errors import UsageError
 from launcher.measure.dialogues import Kind, Task, tasks
-from launcher.measure.greedy import Difference, Generated, compare
+from launcher.measure.greedy import Difference, Generated, compare, near_tie
 from launcher.measure.replies import Failure
 from launcher.measure.target import Target, together
 from launcher.measure.words import Words
@@ -32,7 +32,8 @@ class EqualityReport:
     compared: int
     equal: int
     near_ties: int
-    """First differences where the reference's two best tokens are less than 0.05 nats apart: rounding decides there."""
+    """First differences where the reference has two tokens nearer than `near_tie_nats`: rounding decides there."""
+    near_tie_nats: float
     wrong: int
     failures: tuple[Failure, ...]
 
@@ -78,7 +79,8 @@ def _answers(
 
 def report(reference: Target, found: list[tuple[Task, Answer, Answer]]) -> EqualityReport:
     """Judge each pair of answers, the reference's first; the reference has the tokens of both."""
-    judged = [(one, compare(_generated(one[1]), _generated(one[2]))) for one in found]
+    nats = near_tie(margin for _, wanted, _ in found for margin in wanted.margins)
+    judged = [(one, compare(_generated(one[1]), _generated(one[2]), nats)) for one in found]
     verdicts = [difference.verdict for _, difference in judged]
     failures = [_failure(reference, *one, difference) for one, difference in judged if difference.verdict == "wrong"]
     return EqualityReport(
@@ -86,6 +88,7 @@ def report(reference: Target, found: list[tuple[Task, Answer, Answer]]) -> Equal
         compared=len(found),
         equal=verdicts.count("equal"),
         near_ties=verdicts.count("near-tie"),
+        near_tie_nats=nats,
         wrong=verdicts.count("wrong"),
         failures=tuple(failures),
     )

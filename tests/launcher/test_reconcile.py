@@ -127,6 +127,7 @@ def test_a_side_may_stand_in_a_file_beside_its_model(model: Path, suffix: str) -
         ("vllm:{0}/no", r"no config\.json"),
         ("vllm:{0}?kv_dtype=fp8", "kv_dtype: .*; options of vllm are dtype, quantization, kv_cache_dtype"),
         ("vllm:{0}?enforce_eager=perhaps", "enforce_eager: "),
+        ("vllm:{0}?gdn_prefill_backend=cuda", "gdn_prefill_backend: .*'flashinfer', 'triton' or 'cutedsl'"),
         ("vllm:{0}?dtype", "option=value"),
         ("transformers:{0}?kv_cache_dtype=fp8", "options of transformers are dtype, device"),
         ("{0}/no.yaml", "No such file"),

@@ -204,7 +204,7 @@ def test_equal_replies_pass_the_comparison_and_near_ties_do_too() -> None:
     report = verified(reference={"lead": 0.04}, **near)
     found = check(report, "greedy equality")
     assert found.passed
-    assert "3 differ at a near tie, 0 are wrong" in found.said
+    assert "3 differ at a near tie (less than 0.05 nats), 0 are wrong" in found.said
 
 
 def test_a_model_that_cannot_call_tools_is_skipped_with_the_reason_and_not_passed() -> None:
