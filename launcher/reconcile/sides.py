@@ -25,6 +25,7 @@ class VllmOptions(BaseModel):
     fixes: bool | None = None
     enforce_eager: bool | None = None
     attention_backend: str | None = None
+    gdn_prefill_backend: Literal["flashinfer", "triton", "cutedsl"] | None = None
     block_size: int | None = Field(default=None, ge=1)
     load_format: str | None = None
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)

@@ -32,7 +32,8 @@ from launcher.reconcile.sides import parse
 RESULTS = Path(__file__).parent / "results" / "reconcile_kv.json"
 MODEL = ROOT / "tests" / "reference_model" / "weights"
 PRESETS = ("fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
-MEMORY = "gpu_memory_utilization=0.05&kv_cache_memory_bytes=1073741824"
+ENGINE = "dtype=bfloat16&gdn_prefill_backend=triton&gpu_memory_utilization=0.05&kv_cache_memory_bytes=1073741824"
+"""Both sides of each pair; a linear attention that every host has, so that figures of hosts compare."""
 FIXED = "turboquant"
 """Presets whose attention the plugin replaces: measured with and without it."""
 
@@ -42,7 +43,7 @@ def main() -> int:
     arguments = _arguments()
     if arguments.python == Path(sys.executable):
         spec_decode.install_plugin(arguments.work / "plugin")
-    base = f"vllm:{arguments.model}?dtype=bfloat16&{MEMORY}"
+    base = f"vllm:{arguments.model}?{ENGINE}"
     settings = Settings(arguments.tokens, arguments.passages, arguments.tokens // 2)
     result: dict[str, Any] = {
         "host": _host(arguments.model, arguments.python),
@@ -53,6 +54,8 @@ def main() -> int:
     if arguments.results.is_file():
         result["presets"] = json.loads(arguments.results.read_text(encoding="utf-8"))["presets"]
     names = [name for name in _sides(arguments.kv) if name not in result["presets"]]
+    if not names:
+        return 0
     sides = [parse(f"{base}&kv_cache_dtype={name}") for name in names]
     pairs = reconcile(parse(base), sides, prompts.read(None), settings, arguments.python, _say, arguments.work)
     for name, pair in zip(names, pairs, strict=True):
