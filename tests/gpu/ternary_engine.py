@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Ternary weights in vLLM's engine on one GPU, beside bfloat16 and int4 by Marlin, with the geometry of a 7B model.
+"""Ternary weights in vLLM's engine on one GPU, beside bfloat16 and int4, with the geometry of a 7B model.
 
     python3 tests/gpu/ternary_engine.py --results tests/gpu/results/ternary_engine.json --budget-s 560
 
@@ -48,9 +48,11 @@ SEVEN_B = {
 }
 SMALL = {**SEVEN_B, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 1024}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+_INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 QUANTIZATION: dict[str, dict[str, Any] | None] = {
     "bf16": None,
-    "marlin-int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "marlin-int4": _INT4,
+    "int4": _INT4,
     "ternary": {"quant_method": "ternary", "group_size": -1, "modules_to_not_convert": ["lm_head"]},
     "ternary-g128": {"quant_method": "ternary", "group_size": 128, "modules_to_not_convert": ["lm_head"]},
 }
@@ -139,6 +141,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> Path:
 
 def seven_b(case: str) -> dict[str, Any]:
     """Bytes of the weights, and tokens a second of decoding and of prefill."""
+    if case == "marlin-int4":  # which consumer cards run; on 9.0 vLLM would rather take Machete
+        os.environ["VLLM_DISABLED_KERNELS"] = "MacheteLinearKernel"
     config = {**SEVEN_B, **({"quantization_config": QUANTIZATION[case]} if QUANTIZATION[case] else {})}
     llm = engine(write_config(WORK / case, config), 0.5, load_format="dummy", max_model_len=2560)
     one = tokens_per_s(llm, requests=1, prompt=32)
@@ -146,6 +150,7 @@ def seven_b(case: str) -> dict[str, Any]:
     sixteen = tokens_per_s(llm, requests=16, prompt=32)
     return {
         "weight_bytes": llm.apply_model(weight_bytes)[0],
+        "kernels": llm.apply_model(kernels)[0],
         "decode_tokens_per_s": {"1": one, "8": eight, "16": sixteen},
         "prefill_tokens_per_s": prefill_tokens_per_s(llm, 2048),
         "host": spec_decode.host(),
@@ -156,6 +161,12 @@ def weight_bytes(model: Any) -> int:
     """Bytes of all parameters, each memory once."""
     sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in model.parameters()}
     return sum(sizes.values())
+
+
+def kernels(model: Any) -> list[str]:
+    """The classes that compute the quantized linear layers, as the layers' methods name them."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return sorted({type(method.kernel).__name__ for method in methods if hasattr(method, "kernel")})
 
 
 def _generate(llm: Any, requests: int, prompt: int, tokens: int) -> float:
@@ -269,7 +280,7 @@ def table(results: Mapping[str, Any]) -> str:
                 f"{name}: {entry['weight_bytes'] / 1e9:.2f} GB, decode {decode['1']} / {decode['8']} / {decode['16']} "
                 f"tokens/s, prefill {entry['prefill_tokens_per_s']} tokens/s"
             )
-    for other in ("bf16", "marlin-int4"):
+    for other in ("bf16", "marlin-int4", "int4"):
         if "ternary" in cases and other in cases:
             mine, theirs = cases["ternary"]["decode_tokens_per_s"], cases[other]["decode_tokens_per_s"]
             ratios = ", ".join(f"{mine[m] / theirs[m]:.2f} at {m}" for m in mine)

@@ -10,7 +10,8 @@ FEW_TOKENS = 16
 _SPEED = ("tokens", "weight", "us", "copy", "cuBLAS, bfloat16", "Marlin, int4", "times cuBLAS", "times Marlin", "rate")
 _ENGINES = {
     "bf16": "bfloat16",
-    "marlin-int4": "int4, GPTQ",
+    "marlin-int4": "int4, GPTQ by Marlin",
+    "int4": "int4, GPTQ by what vLLM chooses",
     "ternary": "ternary, a scale a row",
     "ternary-g128": "ternary, groups of 128",
 }
@@ -22,7 +23,8 @@ _ENGINE = (
     "tokens/s, 16",
     "prefill tokens/s",
     "times bfloat16, 1 request",
-    "times int4, 1 request",
+    "times Marlin, 1 request",
+    "times vLLM's int4, 1 request",
 )
 _NO_KL = "The KL of ternary weights has not been measured yet."
 
@@ -72,7 +74,7 @@ def engine_markdown(document: Mapping[str, Any]) -> str:
     rows = [_engine(title, cases[name], cases) for name, title in _ENGINES.items() if name in cases]
     said = (
         f"{about(document['host'])} The geometry of a 7B Llama with dummy weights; tokens/s of all requests together. "
-        "int4 is computed by the kernel that vLLM chooses for the card."
+        "On 9.0 vLLM chooses Machete for int4, on consumer cards Marlin."
     )
     return parts(said, table(_ENGINE, rows), _NO_KL if kl is None else _kl(kl), broken(document["cases"]))
 
@@ -86,7 +88,7 @@ def _engine(title: str, case: Mapping[str, Any], cases: Mapping[str, Any]) -> tu
         f"{case['prefill_tokens_per_s']:,.0f}",
         *(
             f"{rates['1'] / cases[other]['decode_tokens_per_s']['1']:.2f}" if other in cases else "-"
-            for other in ("bf16", "marlin-int4")
+            for other in ("bf16", "marlin-int4", "int4")
         ),
     )
 

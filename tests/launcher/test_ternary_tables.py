@@ -41,8 +41,9 @@ def engine(size: float, rate: float) -> dict[str, Any]:
 def test_an_engine_is_compared_with_bfloat16_and_int4_and_what_broke_is_named() -> None:
     kl = {"positions": 504, "largest_kl": 0.0021, "mean_kl": 0.0004, "top_1_agreement": 0.9861}
     cases = {"ternary": engine(2.1e9, 400.0), "bf16": engine(13.5e9, 200.0), "marlin-int4": {"error": "died"}, "kl": kl}
+    cases["int4"] = engine(3.9e9, 320.0)
     lines = engine_markdown({"host": HOST, "cases": cases}).splitlines()
-    assert "| ternary, a scale a row | 2.10 | 400 | 3,200 | 6,400 | 20,000 | 2.00 | - |" in lines
+    assert "| ternary, a scale a row | 2.10 | 400 | 3,200 | 6,400 | 20,000 | 2.00 | - | 1.25 |" in lines
     assert any(
         "504 positions: largest 0.0021 nats, mean 0.0004; the first choice is the same at 98.6 %" in x for x in lines
     )
