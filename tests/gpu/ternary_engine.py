@@ -165,7 +165,7 @@ def weight_bytes(model: Any) -> int:
 
 def kernels(model: Any) -> list[str]:
     """The classes that compute the quantized linear layers, as the layers' methods name them."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     return sorted({type(method.kernel).__name__ for method in methods if hasattr(method, "kernel")})
 
 

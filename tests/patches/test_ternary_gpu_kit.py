@@ -122,7 +122,7 @@ def entry(size: float, rate: float) -> dict[str, Any]:
 
 def test_the_engines_cases_are_judged_by_the_targets() -> None:
     cases: dict[str, Any] = {"bf16": entry(13e9, 50), "marlin-int4": entry(4e9, 100), "ternary": entry(2.1e9, 200)}
-    cases |= {"ternary-g128": entry(2.2e9, 190)}
+    cases |= {"int4": entry(4e9, 100), "ternary-g128": entry(2.2e9, 190)}
     results = {"host": {}, "cases": cases}
     assert engine.status(results) == engine.status(results, ["kl"]) == 3
     assert engine.status(results, ["bf16"]) == 0
