@@ -83,11 +83,26 @@ FEW_TOKENS: tuple[Config, ...] = (
     ),
 )
 MANY_TOKENS: dict[int, tuple[Config, ...]] = {
-    32: (GemvConfig(8, 1, 1, 2), GemvConfig(8, 2, 1, 2), GemmConfig(64, 32, 4, 4), GemmConfig(64, 32, 4, 6)),
-    64: (GemvConfig(8, 1, 1, 2), GemvConfig(4, 2, 1, 2), GemmConfig(64, 32, 4, 5), GemmConfig(64, 64, 4, 4)),
-    128: (GemmConfig(64, 64, 4, 4), GemmConfig(128, 64, 4, 3), GemmConfig(64, 128, 4, 3), GemmConfig(64, 32, 4, 5)),
-    256: (GemmConfig(64, 64, 4, 4), GemmConfig(128, 64, 8, 4), GemmConfig(64, 128, 4, 3), GemmConfig(128, 128, 8, 3)),
-    512: (GemmConfig(128, 64, 4, 3), GemmConfig(128, 64, 8, 4), GemmConfig(128, 128, 8, 3), GemmConfig(64, 256, 4, 2)),
+    32: (
+        *(GemvConfig(8, 2, 1, 2), GemvConfig(4, 2, 1, 3), GemvConfig(8, 4, 1, 2), GemvConfig(4, 4, 1, 3)),
+        *(GemmConfig(64, 32, 4, 4), GemmConfig(64, 32, 4, 6), GemmConfig(64, 16, 4, 6)),
+    ),
+    64: (
+        *(GemvConfig(4, 2, 1, 2), GemvConfig(8, 2, 1, 2)),
+        *(GemmConfig(64, 32, 4, 3), GemmConfig(64, 32, 4, 5), GemmConfig(64, 64, 4, 4), GemmConfig(64, 64, 4, 5)),
+    ),
+    128: (
+        *(GemmConfig(64, 64, 4, 3), GemmConfig(64, 64, 4, 4), GemmConfig(128, 64, 8, 3), GemmConfig(128, 64, 8, 4)),
+        *(GemmConfig(64, 128, 4, 3), GemmConfig(64, 32, 4, 5), GemmConfig(128, 64, 4, 3), GemmConfig(128, 128, 8, 3)),
+    ),
+    256: (
+        *(GemmConfig(64, 64, 4, 3), GemmConfig(64, 64, 4, 4), GemmConfig(128, 64, 8, 3), GemmConfig(128, 64, 8, 4)),
+        *(GemmConfig(64, 128, 4, 3), GemmConfig(128, 128, 8, 3), GemmConfig(128, 256, 8, 3)),
+    ),
+    512: (
+        *(GemmConfig(64, 64, 4, 3), GemmConfig(128, 64, 8, 3), GemmConfig(128, 64, 8, 4), GemmConfig(64, 128, 4, 3)),
+        *(GemmConfig(128, 128, 8, 3), GemmConfig(128, 256, 8, 3), GemmConfig(64, 256, 4, 2)),
+    ),
 }
 LARGE: tuple[Config, ...] = (
     *(GemmConfig(128, 128, 8, 3), GemmConfig(128, 128, 8, 4), GemmConfig(128, 128, 4, 3), GemmConfig(128, 256, 8, 3)),
@@ -146,7 +161,7 @@ class Run:
         self.path, self.deadline, self.tune, self.only = path, deadline, tune, only
         self.started = time.monotonic()
         self.left = False
-        self.shared_bytes = 0
+        self.card = kernels.Card(0, 0)
         self.with_vllm = importlib.util.find_spec("vllm") is not None
         self.weights: dict[Shape, list[Any]] = {}
         parts = ("host", "ceilings", "correct", "chosen", "us")
@@ -158,7 +173,7 @@ class Run:
 
     def configs(self, m: int, shape: Shape) -> tuple[Config, ...]:
         """The configurations to measure."""
-        chosen = kernels.choose(m, shape.n, shape.k, shape.k, self.shared_bytes)
+        chosen = kernels.choose(m, shape.n, shape.k, shape.k, self.card)
         tried: tuple[Config, ...] = ()
         if self.tune:
             tried = ONE_TOKEN if m == 1 else FEW_TOKENS if m <= 16 else MANY_TOKENS.get(m, LARGE)
@@ -167,7 +182,7 @@ class Run:
     def compile(self, processes: int) -> None:
         """Compile in processes of their own, before this one starts CUDA: Triton's cache on disk brings them here."""
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            self.shared_bytes = pool.apply(_shared_bytes)
+            self.card = pool.apply(_card)
         wanted: dict[str, Product] = {}
         products = [*itertools.product((1, 8, 16), GEMV_SHAPES), *itertools.product(GEMM_TOKENS, GEMM_SHAPES)]
         for m, shape in products:
@@ -175,7 +190,7 @@ class Run:
                 if self._key(m, shape, config) not in self.results["us"]:
                     wanted.setdefault(_compiled_alike(m, shape, config), Product(m, shape, None, config))
         for m, shape, group, asked in CORRECTNESS:
-            chosen = asked or kernels.choose(m, shape.n, shape.k, group or shape.k, self.shared_bytes)
+            chosen = asked or kernels.choose(m, shape.n, shape.k, group or shape.k, self.card)
             wanted.setdefault(f"{m} {shape} {group} {chosen}", Product(m, shape, group, chosen))
         with multiprocessing.get_context("fork").Pool(processes) as pool:
             failures = [text for text in pool.imap_unordered(_compile, wanted.values()) if text]
@@ -263,7 +278,7 @@ class Run:
 
     def chosen(self, m: int, shape: Shape) -> str:
         """The name of the configuration that a product runs with."""
-        return bench.name(kernels.choose(m, shape.n, shape.k, shape.k, self.shared_bytes))
+        return bench.name(kernels.choose(m, shape.n, shape.k, shape.k, self.card))
 
     def table(self) -> str:
         """The best and the chosen configuration of each product."""
@@ -327,9 +342,9 @@ def _compiled_alike(m: int, shape: Shape, config: Config) -> str:
     return f"{config} {m % 16 == 0} {tiles % 16 == 0}"
 
 
-def _shared_bytes() -> int:
-    """Of the device, asked for in a process of its own: the one that compiles by forking must not start CUDA."""
-    return kernels.shared_bytes(torch.device("cuda", 0))
+def _card() -> kernels.Card:
+    """Asked for in a process of its own: the one that compiles by forking must not start CUDA."""
+    return kernels.card_of(torch.device("cuda", 0))
 
 
 def _compile(product: Product) -> str:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(GPU))
 import ternary_bench as bench  # noqa: E402
 import ternary_engine as engine  # noqa: E402
 import ternary_speed as speed  # noqa: E402
+from vllm_graft.quantization.ternary import kernels  # noqa: E402
 
 from tests.launcher.ternary_tables import speed_markdown  # noqa: E402
 
@@ -65,7 +66,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(bench, name, stand_in)
     monkeypatch.setattr(speed, "copy_bytes_per_s", lambda: 4e12)
     monkeypatch.setattr(speed, "_compile", lambda product: "")
-    monkeypatch.setattr(speed, "_shared_bytes", lambda: 227 << 10)
+    monkeypatch.setattr(speed, "_card", lambda: kernels.Card(227 << 10, 132))
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: type("Context", (), {"Pool": Pool}))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")

@@ -128,30 +128,52 @@ def test_the_product_on_the_cpu_is_that_of_float64_within_rounding(
     assert torch.allclose(y.double(), truth, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=5e-2)
 
 
-@pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
+CARDS = (kernels.Card(99 << 10, 46), kernels.Card(99 << 10, 170), kernels.Card(227 << 10, 132))
+
+
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("group", [16, 64, 128, 4096, 17408])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (5120, 17408)])
-def test_what_is_chosen_fits_the_shared_memory_of_the_card(shared_bytes: int, group: int, n: int, k: int) -> None:
+def test_what_is_chosen_fits_the_shared_memory_of_the_card(card: Any, group: int, n: int, k: int) -> None:
     for m in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 1024, 4096):
-        config = kernels.choose(m, n, k, group, shared_bytes)
+        config = kernels.choose(m, n, k, group, card)
         if isinstance(config, GemvConfig):
             tokens = 1 if m == 1 else max(8, 1 << (m - 1).bit_length())
             stage = config.warps * config.tiles * (config.strips * 512 + 128 * tokens * 2)
         else:
             stage = config.outputs * 32 + config.tokens * 128 * 2
         # Triton holds a stage less than it is told where products read registers, and as many where they read memory.
-        buffers = config.stages if shared_bytes >= kernels.LARGE_SHARED_BYTES else config.stages - 1
-        assert stage * buffers <= shared_bytes
+        buffers = config.stages if card.shared_bytes >= kernels.LARGE_SHARED_BYTES else config.stages - 1
+        assert stage * buffers <= card.shared_bytes
 
 
-@pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])
+def test_blocks_grow_with_the_programs_that_they_leave() -> None:
+    card = kernels.Card(227 << 10, 132)
+    sizes = {n: [_block(m, n, card) for m in (64, 128, 256, 512, 1024, 4096)] for n in (1024, 4096, 17408)}
+    assert sizes == {
+        1024: ["64x64", "64x64", "64x64", "64x64", "64x64", "128x256"],
+        4096: ["64x64", "64x64", "64x64", "128x128", "128x256", "128x256"],
+        17408: ["64x64", "128x128", "128x128", "128x128", "128x256", "128x256"],
+    }
+
+
+def _block(m: int, n: int, card: Any) -> str:
+    config = kernels.choose(m, n, 4096, 4096, card)
+    assert isinstance(config, GemmConfig)
+    return f"{config.outputs}x{config.tokens}"
+
+
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("group", [64, 128, 4096])
-@pytest.mark.parametrize("n", [4096, 28672])
-def test_every_kernel_that_may_be_chosen_is_warmed_up(shared_bytes: int, group: int, n: int) -> None:
-    method = pytest.importorskip("vllm_graft.quantization.ternary.method")
+@pytest.mark.parametrize("n", [64, 1024, 4096, 28672])
+def test_every_kernel_that_may_be_chosen_is_warmed_up(card: Any, group: int, n: int) -> None:
+    def compiled(m: int, config: Any) -> tuple[Any, int]:
+        if isinstance(config, GemmConfig):
+            return config, 0
+        return config, 1 if m == 1 else max(8, 1 << (m - 1).bit_length())
 
-    def compiled(m: int) -> tuple[Any, int]:
-        config = kernels.choose(m, n, 4096, group, shared_bytes)
-        return config, 1 if m == 1 else max(8, 1 << (m - 1).bit_length()) if isinstance(config, GemvConfig) else 0
-
-    assert {compiled(m) for m in range(1, 5000)} == {compiled(m) for m in method.WARM_TOKENS}
+    warm = {compiled(m, config) for m, config in kernels.to_compile(n, 4096, group, card)}
+    steps = (*range(1, 5000), *range(5001, 40000, 501))
+    may_be = {compiled(m, kernels.choose(m, n, 4096, group, card)) for m in steps}
+    assert may_be <= warm
+    assert len(warm) <= 7

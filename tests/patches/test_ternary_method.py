@@ -414,6 +414,20 @@ def test_dummy_weights_are_ternary_and_scaled(vllm_config: Any, monkeypatch: pyt
     assert 0 < float(y.float().std()) < 1
 
 
+def test_each_kernel_of_a_layer_runs_once_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+    from vllm_graft.quantization.ternary import kernels
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    layer, ran = column(config()), []
+    load(layer, formats.pack_bytes(ternary(WIDE, HIDDEN)), scales(WIDE))
+    layer.quant_method.process_weights_after_loading(layer)
+    monkeypatch.setattr(kernels, "linear", lambda x, weight, bias, chosen: ran.append((tuple(x.shape), chosen)))
+    layer.quant_method._compile(layer)
+    card = kernels.card_of(layer.weight.device)
+    assert ran == [((m, HIDDEN), chosen) for m, chosen in kernels.to_compile(WIDE, HIDDEN, HIDDEN, card)]
+
+
 def test_torch_compile_sees_one_opaque_operator() -> None:
     from vllm_graft.quantization.ternary import ops
 

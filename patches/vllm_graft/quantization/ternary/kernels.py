@@ -297,42 +297,69 @@ class GemmConfig:
     stages: int
     beside: int = 8
 
+    def programs(self, m: int, n: int) -> int:
+        """How many a product of m tokens and n outputs has."""
+        return -(-n // self.outputs) * -(-m // self.tokens)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Shared memory that one program may use, in bytes, and the number of multiprocessors."""
+
+    shared_bytes: int
+    multiprocessors: int
+
 
 GEMV_TOKENS = 16
 LARGE_SHARED_BYTES = 160 << 10
 """What a program of compute capability 9.0 or 10.0 may use and one of 8.6, 8.9 and 12.0 (99 KiB) may not."""
-
-
 MANY_STRIPS = 1024
 """From so many strips of 16 outputs on, each multiprocessor has several programs: fewer warps each then wait less."""
+MOST_TOKENS = 32768
+"""Beyond, every weight has programs for all multiprocessors, and `choose` gives nothing else."""
 
 
-def choose(m: int, n: int, k: int, group: int, shared_bytes: int) -> GemvConfig | GemmConfig:
-    """The configuration for m tokens and a weight [n, k] where a program may have this much shared memory.
+def choose(m: int, n: int, k: int, group: int, card: Card) -> GemvConfig | GemmConfig:
+    """The configuration for m tokens and a weight [n, k].
 
     The fastest ones of `tests/gpu/ternary_speed.py --tune` on an H200 (triton 3.6 and 3.8), by what tells them apart.
+    There a wave of programs takes as long whether or not it fills the card: so blocks are small while few are needed.
     """
     many_strips = n >= MANY_STRIPS * ROWS
     if m == 1:
         return GemvConfig(2, 1, 2, 4) if many_strips else GemvConfig(4, 1, 2, 3 if k <= 8192 else 4)
     if m <= GEMV_TOKENS:
         return GemvConfig(4, 2, 1, 3) if many_strips else GemvConfig(4, 1, 1, 4)
-    if m <= 64:
-        return GemmConfig(64, 32 if m <= 32 else 64, 4, 3)
+    if m <= 32:
+        return GemmConfig(64, 32, 4, 3)
+    small, middle = GemmConfig(64, 64, 4, 3), GemmConfig(128, 128, 8, 3)
+    if m <= 64 or small.programs(m, n) <= 2 * card.multiprocessors:
+        return small
     # Sums of small groups beside those of the block do not fit the registers of a larger one.
-    if shared_bytes >= LARGE_SHARED_BYTES:
-        if m >= 1024 and group >= k:
-            return GemmConfig(128, 256, 8, 3)
-        return GemmConfig(128, 64 if group < COLUMNS else 128, 8, 3)
-    return GemmConfig(64, 64, 4, 3) if group < COLUMNS else GemmConfig(128, 128, 8, 2)
+    if card.shared_bytes < LARGE_SHARED_BYTES:
+        return small if group < COLUMNS else GemmConfig(128, 128, 8, 2)
+    if group < COLUMNS:
+        return GemmConfig(128, 64, 8, 3)
+    if m >= 1024 and group >= k and middle.programs(m, n) > card.multiprocessors:
+        return GemmConfig(128, 256, 8, 3)
+    return middle
 
 
 @cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may use there; the interpreter has no bound."""
+def to_compile(n: int, k: int, group: int, card: Card) -> tuple[tuple[int, GemvConfig | GemmConfig], ...]:
+    """Tokens and configurations that between them need every kernel that `choose` may give a weight [n, k]."""
+    counts = (1, 2, GEMV_TOKENS, *range(32, MOST_TOKENS + 1, 32))
+    chosen = [(m, choose(m, n, k, group, card)) for m in counts]
+    return tuple(dict.fromkeys((m if isinstance(config, GemvConfig) else 1, config) for m, config in chosen))
+
+
+@cache
+def card_of(device: torch.device) -> Card:
+    """What runs the programs there; the interpreter has no bound, and runs one after the other."""
     if device.type != "cuda":
-        return LARGE_SHARED_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+        return Card(LARGE_SHARED_BYTES, 1)
+    found = torch.cuda.get_device_properties(device)
+    return Card(int(found.shared_memory_per_block_optin), int(found.multi_processor_count))
 
 
 def linear(
@@ -348,7 +375,7 @@ def linear(
         return y
     if x.stride(1) != 1:
         x = x.contiguous()
-    config = config or choose(m, n, k, weight.group, shared_bytes(x.device))
+    config = config or choose(m, n, k, weight.group, card_of(x.device))
     tiles, groups = weight.words.shape[1], weight.scales.shape[1]
     arguments = (x, weight.words, weight.scales, x if bias is None else bias, y, m, n, k, x.stride(0), tiles, groups)
     common = {
@@ -374,7 +401,7 @@ def linear(
             **common,
         )
     else:
-        gemm_kernel[(triton.cdiv(n, config.outputs) * triton.cdiv(m, config.tokens),)](
+        gemm_kernel[(config.programs(m, n),)](
             *arguments, BN=config.outputs, BM=config.tokens, SUPER=config.beside, **common
         )
     return y

@@ -31,8 +31,6 @@ from vllm_graft.quantization.ternary.formats import PER_BYTE, Format, FormatErro
 Shard = str | int | tuple[int, ...] | None
 _ZEROS = 0b01010101  # a byte of four weights of 0
 _DUMMY_SCALE = 0.02
-WARM_TOKENS = (1, 2, 16, 32, 64, 128, 1024)
-"""Numbers of tokens for which `kernels.choose` gives kernels that are compiled apart."""
 
 
 @register_weight_loader_v2_supported_method
@@ -200,10 +198,13 @@ class TernaryLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def _compile(self, layer: Any) -> None:
         """Multiply once by each kernel that the layer may need, so that none is compiled while requests wait."""
-        bias = getattr(layer, "bias", None)
-        for count in WARM_TOKENS:
+        from vllm_graft.quantization.ternary import kernels
+
+        sizes = (layer.ternary_n, layer.ternary_k, layer.ternary_group)
+        weight = layout.TernaryWeight(layer.weight, layer.weight_scale, *sizes)
+        for count, config in kernels.to_compile(*sizes, kernels.card_of(layer.weight.device)):
             x = torch.zeros(count, layer.ternary_k, dtype=layer.ternary_dtype, device=layer.weight.device)
-            self.apply(layer, x, bias)
+            kernels.linear(x, weight, getattr(layer, "bias", None), config)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
