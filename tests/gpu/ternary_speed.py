@@ -5,8 +5,8 @@
 
 Needs torch, Triton and one NVIDIA GPU, no network; where vLLM is there, its Marlin kernel is timed too.  Without
 --tune only the configurations that `kernels.choose` gives are measured.  Each figure is written as soon as it is
-there, and one that is in the results file is not measured again.  The exit status is 1 when a product is wrong, 3
-when the budget ended first.
+there, and one that is in the results file is not measured again unless --again names its tokens, as it should where a
+kernel was changed.  The exit status is 1 when a product is wrong, 3 when the budget ended first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import datetime
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import multiprocessing
 import sys
@@ -42,7 +41,12 @@ GEMV_SHAPES = tuple(
     Shape(*sizes) for sizes in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (17408, 5120), (5120, 17408))
 )
 GEMM_SHAPES = (Shape(4096, 4096), Shape(17408, 5120), Shape(5120, 17408))
-GEMM_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+PRODUCTS = tuple(
+    (m, shape)
+    for m in (1, 4, 8, 2048, 32, 64, 128, 256, 512, 16, 2, 1024, 4096)
+    for shape in (GEMV_SHAPES if m <= kernels.GEMV_TOKENS else GEMM_SHAPES)
+)
+"""In the order in which they are measured: first decoding, verification of drafts, prefill, and small batches."""
 
 ONE_TOKEN: tuple[Config, ...] = tuple(
     GemvConfig(*sizes)
@@ -114,14 +118,17 @@ CORRECTNESS: tuple[tuple[int, Shape, int | None, Config | None], ...] = (
     (1, Shape(4096, 4096), None, GemvConfig(8, 1, 4, 2, early=True)),
     (1, Shape(1000, 4096), 128, None),
     (3, Shape(520, 4160), 64, None),
+    (5, Shape(4096, 4096), None, None),
     (7, Shape(130, 1040), 16, GemvConfig(4, 2, 1, 3)),
     (8, Shape(5120, 17408), None, None),
     (16, Shape(77, 2500), None, None),
     (16, Shape(640, 3072), 32, None),
     (31, Shape(200, 1100), None, None),
     (65, Shape(1030, 4096), 128, None),
+    (65, Shape(1030, 4096), 128, GemmConfig(128, 128, 8, 3)),
     (130, Shape(520, 1024), 64, GemmConfig(128, 128, 8, 3)),
     (257, Shape(1000, 777), None, None),
+    (257, Shape(1000, 777), None, GemmConfig(128, 128, 8, 3)),
     (500, Shape(384, 768), 256, GemmConfig(64, 64, 4, 4)),
     (4096, Shape(4096, 4096), None, None),
 )
@@ -145,8 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=85, help="start no measurement after this")
     parser.add_argument("--processes", type=int, default=14, help="processes that compile")
     parser.add_argument("--only", default="", help="measure only entries whose name contains this")
+    parser.add_argument("--again", type=int, nargs="+", default=(), help="time products of so many tokens again")
     options = parser.parse_args(arguments)
     run = Run(options.results, time.monotonic() + options.budget_s, options.tune, options.only)
+    run.forget(options.again)
     run.compile(options.processes)
     for step in (run.ceilings, run.correctness, run.products):
         step()
@@ -171,6 +180,14 @@ class Run:
             if self.results.get("schema") != SCHEMA:
                 raise SystemExit(f"{path}: schema {self.results.get('schema')!r}; this script writes {SCHEMA}")
 
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Drop the times of ternary products of so many tokens, whose kernel is another now, and what was right."""
+        if tokens:
+            self.results["correct"] = {}
+        for m, shape in PRODUCTS:
+            for name in self.of(m, shape) if m in tokens else ():
+                del self.results["us"][f"{m} x {shape} {name}"]
+
     def configs(self, m: int, shape: Shape) -> tuple[Config, ...]:
         """The configurations to measure."""
         chosen = kernels.choose(m, shape.n, shape.k, shape.k, self.card)
@@ -184,8 +201,7 @@ class Run:
         with multiprocessing.get_context("fork").Pool(1) as pool:
             self.card = pool.apply(_card)
         wanted: dict[str, Product] = {}
-        products = [*itertools.product((1, 8, 16), GEMV_SHAPES), *itertools.product(GEMM_TOKENS, GEMM_SHAPES)]
-        for m, shape in products:
+        for m, shape in PRODUCTS:
             for config in self.configs(m, shape):
                 if self._key(m, shape, config) not in self.results["us"]:
                     wanted.setdefault(_compiled_alike(m, shape, config), Product(m, shape, None, config))
@@ -230,15 +246,13 @@ class Run:
         self._write()
 
     def products(self) -> None:
-        """All products, those of the targets first; 2 and 4 tokens only with the best configurations of 8."""
-        order = [*itertools.product((1,), GEMV_SHAPES), *itertools.product((2048,), GEMM_SHAPES)]
-        order += itertools.product((8, 16, 2, 4), GEMV_SHAPES)
-        order += itertools.product((m for m in GEMM_TOKENS if m != 2048), GEMM_SHAPES)
-        for m, shape in order:
+        """All products; 2 tokens only as chosen and with the best configurations of 8."""
+        for m, shape in PRODUCTS:
             configs = self.configs(m, shape)
-            if m in (2, 4):
+            if m == 2:
                 times = self.of(8, shape)
                 best = sorted(times, key=lambda name: times[name])[:2]
+                best.append(self.chosen(m, shape))
                 configs = tuple(config for config in self.configs(8, shape) if bench.name(config) in best)
             self._measure(m, shape, configs)
 
@@ -289,14 +303,13 @@ class Run:
             f"{self.results['host']['gpu']}: copy {copy / 1e12:.2f} TB/s, empty kernel {ceilings['launch_us']:.2f} us; "
             f"{sum(not one['right'] for one in correct)} wrong of {len(correct)} products"
         ]
-        for m in (1, 2, 4, 8, 16, *GEMM_TOKENS):
-            for shape in GEMV_SHAPES if m <= 16 else GEMM_SHAPES:
-                times = self.of(m, shape)
-                if not times:
-                    continue
-                best = min(times, key=lambda key: times[key])
-                chosen = self.chosen(m, shape)
-                lines.append(self._line(m, shape, best, times[best], chosen, times.get(chosen), copy))
+        for m, shape in sorted(PRODUCTS, key=lambda product: product[0]):
+            times = self.of(m, shape)
+            if not times:
+                continue
+            best = min(times, key=lambda key: times[key])
+            chosen = self.chosen(m, shape)
+            lines.append(self._line(m, shape, best, times[best], chosen, times.get(chosen), copy))
         lines += [f"not compiled: {text[:160]}" for text in self.results["not_compiled"]]
         return "\n".join(lines)
 

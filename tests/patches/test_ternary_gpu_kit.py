@@ -79,7 +79,7 @@ def test_a_figure_is_measured_once_and_shown_beside_what_it_is_compared_with(
     results = tmp_path / "speed.json"
     assert speed.main(["--tune", "--results", str(results)]) == 0
     shown = capsys.readouterr().out
-    assert "a GPU: copy 4.00 TB/s, empty kernel 1.50 us; 0 wrong of 30 products" in shown
+    assert "a GPU: copy 4.00 TB/s, empty kernel 1.50 us; 0 wrong of 36 products" in shown
     line = next(line for line in shown.splitlines() if line.startswith("   1 4096x4096:"))
     assert "4.00 us 26% of copy, 10.00 x bf16, 4.00 x Marlin int4, gemv" in line
     assert "r2" in line
@@ -88,6 +88,24 @@ def test_a_figure_is_measured_once_and_shown_beside_what_it_is_compared_with(
     assert count > 300
     assert speed.main(["--tune", "--results", str(results)]) == 0
     assert len(measured) == count
+    order = list(dict.fromkeys(entry.partition(" ")[0] for entry in measured))
+    assert order[:9] == ["1", "4", "8", "2048", "32", "64", "128", "256", "512"]
+    assert {entry.partition(" ")[2] for entry in measured if entry.startswith("4 ")} >= {
+        bench.name(config) for config in speed.FEW_TOKENS
+    }
+
+
+def test_products_whose_kernel_is_another_now_are_timed_and_checked_again(measured: list[str], tmp_path: Path) -> None:
+    results = tmp_path / "speed.json"
+    assert speed.main(["--results", str(results)]) == 0
+    before = json.loads(results.read_text(encoding="utf-8"))
+    measured.clear()
+    assert speed.main(["--results", str(results), "--again", "2", "256"]) == 0
+    assert {entry.partition(" ")[0] for entry in measured} == {"2", "256"}
+    after = json.loads(results.read_text(encoding="utf-8"))
+    assert {part: set(after[part]) for part in ("us", "correct")} == {
+        part: set(before[part]) for part in ("us", "correct")
+    }
 
 
 def test_without_tuning_only_what_would_be_chosen_is_measured(measured: list[str], tmp_path: Path) -> None:

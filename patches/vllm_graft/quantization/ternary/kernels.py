@@ -323,7 +323,8 @@ def choose(m: int, n: int, k: int, group: int, card: Card) -> GemvConfig | GemmC
     """The configuration for m tokens and a weight [n, k].
 
     The fastest ones of `tests/gpu/ternary_speed.py --tune` on an H200 (triton 3.6 and 3.8), by what tells them apart.
-    There a wave of programs takes as long whether or not it fills the card: so blocks are small while few are needed.
+    There a wave of programs took as long whether or not it filled the card: so blocks are small while few are needed,
+    which beyond 64 tokens follows from that alone and was not timed.
     """
     many_strips = n >= MANY_STRIPS * ROWS
     if m == 1:
