@@ -202,9 +202,11 @@ class TernaryLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
         sizes = (layer.ternary_n, layer.ternary_k, layer.ternary_group)
         weight = layout.TernaryWeight(layer.weight, layer.weight_scale, *sizes)
+        bias = getattr(layer, "bias", None)
         for count, config in kernels.to_compile(*sizes, kernels.card_of(layer.weight.device)):
             x = torch.zeros(count, layer.ternary_k, dtype=layer.ternary_dtype, device=layer.weight.device)
-            kernels.linear(x, weight, getattr(layer, "bias", None), config)
+            for added in (None,) if bias is None else (bias, None):  # not all ranks add it, nor all kinds of layers
+                kernels.linear(x, weight, added, config)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
