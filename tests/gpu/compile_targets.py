@@ -5,7 +5,7 @@
 
 Triton compiles for a named target with the ptxas that it brings.  The kernels' own launchers are called on small CPU
 tensors, with a driver that names the target and launches nothing, so that what is compiled is what would be launched.
-The exit status is 0 when no kernel spills more than a few registers and each fits the shared memory of every target.
+The exit status is 0 when no kernel spills and each fits the shared memory of every target.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from vllm_graft.attention.kernels.layout import PRESETS, SlotLayout, slot_layout
 TARGETS = ((8, 6), (8, 9), (9, 0), (12, 0))
 SHARED_MEMORY_BYTES = 99 * 1024
 """What one program can have on 8.6, 8.9 and 12.0."""
-SPILLED_BYTES = 128
-"""What a thread may spill, loads and stores together: smaller tiles, which spill nothing, were slower on an H200."""
 SHARED_BYTES_PER_SM = {(8, 6): 100 * 1024, (8, 9): 100 * 1024, (9, 0): 228 * 1024, (12, 0): 100 * 1024}
 REGISTERS_PER_SM = 64 * 1024
 
@@ -234,13 +232,13 @@ def compile_for(capability: tuple[int, int], shapes: tuple[Shape, ...] = SHAPES)
 
 
 def faults(entries: list[dict[str, Any]]) -> list[str]:
-    """Kernels that do not fit, whose grid would run in two waves, or that spill much; Hopper's were measured."""
+    """Kernels that do not fit, whose grid would run in two waves, or that spill; Hopper may, where that was faster."""
     found = []
     for entry in entries:
         what = f"{entry['target']} {entry['kernel']} {entry['for']}"
         if entry["shared_bytes"] > SHARED_MEMORY_BYTES:
             found.append(f"{what}: {entry['shared_bytes']} bytes of shared memory")
-        if entry["spilled_bytes"] > SPILLED_BYTES and entry["target"] != "sm_90":
+        if entry["spilled_bytes"] and entry["target"] != "sm_90":
             found.append(f"{what}: {entry['spilled_bytes']} bytes spilled")
         wanted = re.search(r", (\d+) programs$", entry["for"])
         if entry["kernel"] == "attend" and wanted and entry["resident_programs"] < int(wanted[1]):

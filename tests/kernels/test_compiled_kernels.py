@@ -1,4 +1,4 @@
-"""Kernels compiled for the cards that Graft is for: they fit, spill little, and serving needs few of them."""
+"""Kernels compiled for the cards that Graft is for: they fit, spill nothing, and serving needs few of them."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from vllm_graft.attention.kernels.layout import slot_layout
 
 
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)], ids=lambda at: f"sm_{at[0]}{at[1]}")
-def test_kernels_of_a_card_fit_and_spill_little(capability: tuple[int, int]) -> None:
+def test_kernels_of_a_card_fit_and_spill_nothing(capability: tuple[int, int]) -> None:
     entries = compile_for(capability, SHAPES[1:2])
     assert {"attend", "merge", "store", "dequantize", "rotate"} <= {entry["kernel"] for entry in entries}
     assert not faults(entries)
