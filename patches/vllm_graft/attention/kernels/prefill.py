@@ -147,38 +147,47 @@ def attend_to_prefix(
     tokens, heads, head_size = query.shape
     shape = shape_of(layout, heads, key.shape[1], query.dtype)
     cut = tiling(shape, tokens, cached, slots)
-    is_one_tile = cut.tokens >= cached
     room = _Carver(workspace)
     tile_shape, block_shape = (min(cut.tokens, cached), shape.kv_heads, head_size), (cut.queries, heads, head_size)
     tile_key, tile_value = room.take(tile_shape, torch.float16), room.take(tile_shape, torch.float16)
     partial = room.take(block_shape, torch.float16)
-    total = out if is_one_tile else room.take(block_shape, torch.float32)
-    copied = room.take(block_shape, torch.float16) if shape.query_is_copied else query
+    copied = room.take(block_shape, torch.float16) if shape.query_is_copied else None
     tile_scale = scale if layout.key_is_fp8 else scale * head_size**-0.5 / step(head_size)
-    if is_one_tile:
+    blocks = _pieces(tokens, cut.queries, least=2)
+    if cut.tokens >= cached:
         dequantize(cache, block_table, centroids, 0, tile_key, tile_value, layout)
-        _, all_lse = attention(query, key, value, causal=True, scale=scale, out=out)
-    for start, stop in _pieces(tokens, cut.queries, least=2):
-        block = query[start:stop]
+        _, lse = attention(query, key, value, causal=True, scale=scale, out=out)
+        for start, stop in blocks:
+            block = _for_tiles(query[start:stop], copied, layout)
+            part, part_lse = attention(
+                block, tile_key, tile_value, causal=False, scale=tile_scale, out=partial[: stop - start]
+            )
+            merge(out[start:stop], lse[:, start:stop], part, part_lse, out[start:stop], lse[:, start:stop])
+        return
+    total = room.take(block_shape, torch.float32)
+    for start, stop in blocks:
         here = out[start:stop]
-        if is_one_tile:
-            so_far, lse = here, all_lse[:, start:stop]
-        else:
-            so_far, lse = attention(block, key[:stop], value[:stop], causal=True, scale=scale, out=here)
-        if shape.query_is_copied:
-            block = copied[: stop - start]
-            if layout.key_is_fp8:
-                block.copy_(query[start:stop])
-            else:
-                rotate(query[start:stop], block)
+        so_far, lse = attention(query[start:stop], key[:stop], value[:stop], causal=True, scale=scale, out=here)
+        block = _for_tiles(query[start:stop], copied, layout)
         for first, last in _pieces(cached, cut.tokens):
             keys, values = tile_key[: last - first], tile_value[: last - first]
-            if not is_one_tile:
-                dequantize(cache, block_table, centroids, first, keys, values, layout)
+            dequantize(cache, block_table, centroids, first, keys, values, layout)
             part, part_lse = attention(block, keys, values, causal=False, scale=tile_scale, out=partial[: stop - start])
             merged = here if last == cached else total[: stop - start]
             merge(so_far, lse, part, part_lse, merged, lse)
             so_far = merged
+
+
+def _for_tiles(query: torch.Tensor, copied: torch.Tensor | None, layout: SlotLayout) -> torch.Tensor:
+    """The query [T, heads, D] as tiles take it: in FP16, rotated as their keys are; in `copied` where that differs."""
+    if copied is None:
+        return query
+    block = copied[: len(query)]
+    if layout.key_is_fp8:
+        block.copy_(query)
+    else:
+        rotate(query, block)
+    return block
 
 
 def _pieces(total: int, size: int, least: int = 1) -> Iterator[tuple[int, int]]:
