@@ -3,11 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.launcher.result_tables import about, parts
+from tests.launcher.result_tables import about, parts, table
 
-HEADER = (
-    "| KV cache | batch x context | rows | vLLM | Graft | faster | floor of its bytes | FlashAttention 2, bf16 KV |",
-    "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+_COLUMNS = (
+    "KV cache",
+    "batch x context",
+    "rows",
+    "vLLM",
+    "Graft",
+    "faster",
+    "floor of its bytes",
+    "FlashAttention 2, bf16 KV",
 )
 COMPACT_PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc")
 COMPACT_SHAPES = ("1x8192", "1x32768", "1x262144", "8x32768")
@@ -38,14 +44,14 @@ def markdown(report: Mapping[str, Any], *, compact: bool = False) -> str:
             f"{floor:,.0f}" if floor >= 1 else "< 1",
             f"{flash[key]:,.0f}" if key in flash else "-",
         )
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     said = (
         f"{about({'gpu': report['device'], **report['versions']})} Microseconds of one attention call of Qwen3.6-27B "
         "(24 query heads, 4 KV heads of 256), in CUDA graphs with a cold L2 cache; 1 row is a decode, 4 are a "
         "verification of three drafts. The floor is the time that the packed bytes take at the measured copy bandwidth "
         f"of {rate / 1e12:.2f} TB/s. FlashAttention 2 does not split the context of several rows over the card."
     )
-    return parts(said, "\n".join((*HEADER, *rows)), _missed(report["verdicts"], compact=compact))
+    return parts(said, table(_COLUMNS, rows, names=2), _missed(report["verdicts"], compact=compact))
 
 
 def _sizes(entry: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -67,10 +73,15 @@ def _missed(verdicts: Sequence[Mapping[str, Any]], *, compact: bool) -> str:
     )
 
 
-COUNTERS_HEADER = (
-    "| kernel | us | DRAM, % | L2 cache, % | computing, % | registers a thread | warps a multiprocessor | "
-    "cycles an instruction |",
-    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+_COUNTERS = (
+    "kernel",
+    "us",
+    "DRAM, %",
+    "L2 cache, %",
+    "computing, %",
+    "registers a thread",
+    "warps a multiprocessor",
+    "cycles an instruction",
 )
 _SCHEDULERS = 4
 """Of a multiprocessor."""
@@ -80,15 +91,13 @@ def counters_markdown(document: Mapping[str, Any]) -> str:
     """Return what Nsight Compute counted of each kernel at one shape; cycles are those of a scheduler."""
     requests, length = document["shape"].split("x")
     rows = [
-        " | ".join(
-            (
-                f"`{name}`",
-                f"{found['Duration (us)']:.0f}",
-                *(f"{found[f'{part} Throughput (%)']:.0f}" for part in ("DRAM", "L2 Cache", "Compute (SM)")),
-                f"{found['Registers Per Thread (register/thread)']:.0f}",
-                f"{_SCHEDULERS * found['Active Warps Per Scheduler (warp)']:.1f}",
-                f"{1 / found['Issued Warp Per Scheduler']:.1f}",
-            )
+        (
+            f"`{name}`",
+            f"{found['Duration (us)']:.0f}",
+            *(f"{found[f'{part} Throughput (%)']:.0f}" for part in ("DRAM", "L2 Cache", "Compute (SM)")),
+            f"{found['Registers Per Thread (register/thread)']:.0f}",
+            f"{_SCHEDULERS * found['Active Warps Per Scheduler (warp)']:.1f}",
+            f"{1 / found['Issued Warp Per Scheduler']:.1f}",
         )
         for name, found in document["kernels"].items()
     ]
@@ -96,4 +105,4 @@ def counters_markdown(document: Mapping[str, Any]) -> str:
         f"{about({'gpu': document['card'], **document})} {document['tool']}; {requests} x {_context(int(length))}; "
         "throughputs are shares of what the unit can do."
     )
-    return parts(said, "\n".join((*COUNTERS_HEADER, *(f"| {row} |" for row in rows))))
+    return parts(said, table(_COUNTERS, rows, names=1))

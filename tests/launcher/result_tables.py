@@ -16,9 +16,10 @@ def about(host: Mapping[str, str]) -> str:
     return f"{', '.join((card, *versions, *([host['date']] if 'date' in host else [])))}."
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, tuple("---" for _ in head), *rows]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, names: int | None = None) -> str:
+    """Return a table in Markdown; behind so many columns of `names` numbers are aligned to the right."""
+    numbers = 0 if names is None else len(head) - names
+    lines = [head, ("---",) * (len(head) - numbers) + ("---:",) * numbers, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
