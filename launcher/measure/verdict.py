@@ -130,8 +130,7 @@ def _equality_check(found: EqualityReport | Skipped, thresholds: Thresholds) -> 
         return _skipped(name, found)
     said = (
         f"of {found.compared} replies {found.equal} equal the reference's, {found.near_ties} differ at a near tie "
-        f"(less than {found.near_tie_nats:.2g} nats), "
-        f"{found.wrong} are wrong"
+        f"(less than {found.near_tie_nats:.2g} nats), {found.wrong} are wrong"
     )
     return Check(name, found.wrong <= thresholds.wrong_tokens, found.wrong, thresholds.wrong_tokens, said)
 
